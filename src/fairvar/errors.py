@@ -1,0 +1,38 @@
+"""What can go wrong, as a small family. Every message is one line that tells the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class FairvarError(Exception):
+    """Base of all errors that fairvar raises on purpose; `exit_code` is the command line's."""
+
+    exit_code = 3
+
+
+class BadInput(FairvarError, ValueError):
+    """The caller gave something that cannot work; nothing was computed and nothing written."""
+
+    exit_code = 2
+
+
+class RunFailed(FairvarError):
+    """A run started and could not be finished."""
+
+    exit_code = 3
+
+
+class IntegrityError(FairvarError):
+    """A file is not what was written: wrong checksum, missing part, unknown format."""
+
+    exit_code = 4
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> BadInput:
+    """The error for a name that is not in a list, with the nearest known name as a suggestion."""
+    names = sorted(known)
+    near = get_close_matches(str(name), names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return BadInput(f"unknown {kind} {name!r}: {hint}known are {', '.join(names)}")

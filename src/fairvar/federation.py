@@ -1,0 +1,170 @@
+"""A `Federation`: the data of all clients on one device, split into train, valid and test.
+
+Samples of all clients lie in one flat tensor, sorted by client, with the number of samples of each
+client beside it. Nothing is padded, and one gather builds any batch. No files, no randomness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int64, Shaped
+from torch import Tensor
+
+from fairvar.errors import BadInput
+
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Split:
+    """One part (train, valid or test) of all clients' data; client i owns `counts[i]` rows."""
+
+    x: Shaped[Tensor, "N *features"]
+    y: Shaped[Tensor, "N *targets"]
+    counts: Int64[Tensor, " n"]  # always on the CPU: it steers Python loops
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Client i's rows are offsets[i] … offsets[i + 1] - 1."""
+        return [0, *torch.cumsum(self.counts, 0).tolist()]
+
+    @cached_property
+    def client(self) -> Int64[Tensor, " N"]:
+        """The client of each row, on the data's device."""
+        n = torch.arange(len(self.counts))
+        return torch.repeat_interleave(n, self.counts).to(self.x.device)
+
+    def of(self, client: int) -> tuple[Tensor, Tensor]:
+        rows = slice(self.offsets[client], self.offsets[client + 1])
+        return self.x[rows], self.y[rows]
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Split:
+        """Moved, with floating-point values in `dtype` (labels and tokens keep theirs)."""
+
+        def move(t: Tensor) -> Tensor:
+            return t.to(device, dtype if t.is_floating_point() else t.dtype)
+
+        return Split(move(self.x), move(self.y), self.counts)
+
+
+@dataclass(frozen=True)
+class Federation:
+    """All clients' data. `passport` tells where the partition came from, if it was drawn."""
+
+    train: Split
+    valid: Split | None = None
+    test: Split | None = None
+    name: str = "arrays"
+    classes: int | None = None  # None: regression
+    passport: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def clients(self) -> int:
+        return len(self.train.counts)
+
+    @property
+    def sizes(self) -> Int64[Tensor, " n"]:
+        """Training samples per client."""
+        return self.train.counts
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        found = {name: getattr(self, name) for name in SPLITS}
+        return {name: split for name, split in found.items() if split is not None}
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return tuple(self.train.x.shape[1:])
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Federation:
+        moved = {name: split.to(device, dtype) for name, split in self.splits.items()}
+        return replace(self, **moved)
+
+    @classmethod
+    def from_arrays(
+        cls,
+        train: Sequence[tuple[Any, Any]],
+        valid: Sequence[tuple[Any, Any]] | None = None,
+        test: Sequence[tuple[Any, Any]] | None = None,
+        *,
+        classes: int | None = None,
+        name: str = "arrays",
+        passport: Mapping[str, Any] | None = None,
+    ) -> Federation:
+        """One (x, y) pair of arrays or tensors per client. Integer y: classes; float y: regression.
+
+        Everything is checked here, once: lengths, shapes, finite values, label range. A client
+        may lack validation or test samples (it then counts in no average), never training samples.
+        """
+        if not train:
+            raise BadInput("train holds no client; give one (x, y) pair per client")
+        given = {"train": train, "valid": valid, "test": test}
+        splits = {k: _join(k, v, len(train)) for k, v in given.items() if v is not None}
+        labelled = not splits["train"].y.is_floating_point()
+        if labelled:
+            largest = max(int(s.y.max()) for s in splits.values() if len(s.y))
+            classes = classes or largest + 1
+            for part, split in splits.items():
+                _check_labels(part, split, classes)
+        return cls(**splits, name=name, classes=classes if labelled else None,
+                   passport=dict(passport or {}))  # fmt: skip
+
+
+def _tensor(values: Any, where: str) -> Tensor:
+    try:
+        t = values.detach().cpu() if isinstance(values, Tensor) else torch.tensor(np.asarray(values))
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"{where} cannot be read as an array of numbers ({error})") from None
+    if t.is_floating_point() and not torch.isfinite(t).all():
+        bad = int((~torch.isfinite(t)).flatten(1).any(1).nonzero()[0]) if t.dim() > 1 else int(
+            (~torch.isfinite(t)).nonzero()[0])  # fmt: skip
+        raise BadInput(f"{where} holds NaN or infinity first in sample {bad}; clean the data first")
+    return t
+
+
+def _join(part: str, pairs: Sequence[tuple[Any, Any]], clients: int) -> Split:
+    """Check one split's pairs and lay them out flat."""
+    if len(pairs) != clients:
+        raise BadInput(f"{part} has {len(pairs)} clients but train has {clients}; give one pair each")
+    xs: list[Tensor] = []
+    ys: list[Tensor] = []
+    for i, (x, y) in enumerate(pairs):
+        tx, ty = _tensor(x, f"{part}, client {i}: x"), _tensor(y, f"{part}, client {i}: y")
+        if len(tx) != len(ty):
+            raise BadInput(f"{part}, client {i}: {len(tx)} samples but {len(ty)} targets")
+        if part == "train" and len(tx) == 0:
+            raise BadInput(f"train, client {i} is empty; drop it or give it at least one sample")
+        if tx.dtype == torch.uint8:
+            raise BadInput(f"{part}, client {i}: x is uint8; scale pixels to floats (x / 255) first")
+        if len(tx):
+            xs.append(tx)
+            ys.append(ty if ty.is_floating_point() else ty.long())
+    if not xs:
+        raise BadInput(f"{part} holds no sample at all; leave it out instead")
+    for i, (tx, ty) in enumerate(zip(xs, ys, strict=True)):
+        if tx.shape[1:] != xs[0].shape[1:] or ty.shape[1:] != ys[0].shape[1:]:
+            raise BadInput(
+                f"{part}: samples differ in shape: {tuple(tx.shape[1:])} → {tuple(ty.shape[1:])} in "
+                f"filled client {i}, {tuple(xs[0].shape[1:])} → {tuple(ys[0].shape[1:])} in the first"
+            )
+        if ty.dtype != ys[0].dtype:
+            raise BadInput(f"{part}: targets mix {ys[0].dtype} and {ty.dtype}; use one of them")
+    counts = torch.tensor([len(y) for _, y in pairs], dtype=torch.int64)
+    return Split(torch.cat(xs), torch.cat(ys), counts)
+
+
+def _check_labels(part: str, split: Split, classes: int) -> None:
+    bad = ((split.y < 0) | (split.y >= classes)).nonzero()
+    if len(bad):
+        row = int(bad[0, 0])
+        client = int(split.client[row])
+        raise BadInput(
+            f"{part}, client {client}, sample {row - split.offsets[client]}: label "
+            f"{int(split.y[row])} is outside 0 … {classes - 1}"
+        )

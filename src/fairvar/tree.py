@@ -1,0 +1,61 @@
+"""Arithmetic on models: a `Tree` is a dict from parameter name to tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Tree = dict[str, Tensor]
+
+
+def tree_map(function: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
+    return {name: function(leaf, *(o[name] for o in others)) for name, leaf in tree.items()}
+
+
+def zeros_like(tree: Tree) -> Tree:
+    return tree_map(torch.zeros_like, tree)
+
+
+def add(a: Tree, b: Tree, factor: float | Tensor = 1.0) -> Tree:
+    """a + factor · b"""
+    return tree_map(lambda x, y: x + factor * y, a, b)
+
+
+def subtract(a: Tree, b: Tree) -> Tree:
+    return tree_map(torch.sub, a, b)
+
+
+def scale(tree: Tree, factor: float | Tensor) -> Tree:
+    return tree_map(lambda x: x * factor, tree)
+
+
+def stack(trees: list[Tree]) -> Tree:
+    """Trees of one shape → one tree whose leaves have a leading axis (client)."""
+    return {name: torch.stack([t[name] for t in trees]) for name in trees[0]}
+
+
+def expand(tree: Tree, n: int) -> Tree:
+    """n copies along a new leading axis, without using memory until they are changed."""
+    return tree_map(lambda x: x.unsqueeze(0).expand(n, *x.shape), tree)
+
+
+def weighted_sum(weights: Tensor, stacked: Tree) -> Tree:
+    """Σ_i w_i · leaf_i over the leading axis."""
+    return tree_map(lambda x: torch.tensordot(weights.to(x.dtype), x, dims=1), stacked)
+
+
+def squared_norm(tree: Tree, batched: bool = False) -> Tensor:
+    """‖tree‖² over all leaves; one number per leading index if `batched`."""
+    start = 1 if batched else 0
+    return torch.stack([x.square().flatten(start).sum(-1) for x in tree.values()]).sum(0)
+
+
+def size(tree: Tree) -> int:
+    """Number of floats in the tree."""
+    return sum(leaf.numel() for leaf in tree.values())
+
+
+def is_finite(tree: Tree) -> bool:
+    return all(bool(torch.isfinite(leaf).all()) for leaf in tree.values())
