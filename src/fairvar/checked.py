@@ -7,11 +7,11 @@ msgspec checks types and bounds only when it converts; a struct built in Python 
 from __future__ import annotations
 
 from functools import cache
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import msgspec
 
-from fairvar.errors import BadInput
+from fairvar.errors import BadInput, suggestion
 
 # inf passes "greater than zero", so every number has an upper bound too.
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
@@ -32,7 +32,9 @@ class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 value = msgspec.convert(value, kind)
             except msgspec.ValidationError as error:
                 where = f"{self.__where__ or type(self).__name__}.{name}"
-                raise BadInput(f"{where} = {value!r}: {_plain(error)}") from None
+                choices = map(str, get_args(kind)) if get_origin(kind) is Literal else None
+                reason = suggestion(value, choices) if choices else _plain(error)
+                raise BadInput(f"{where} = {value!r}: {reason}") from None
             msgspec.structs.force_setattr(self, name, value)
         self.check()
 

@@ -30,9 +30,14 @@ class IntegrityError(FairvarError):
     exit_code = 4
 
 
-def unknown(kind: str, name: object, known: Iterable[str]) -> BadInput:
-    """The error for a name that is not in a list, with the nearest known name as a suggestion."""
+def suggestion(name: object, known: Iterable[str]) -> str:
+    """The nearest known name, and all of them."""
     names = sorted(known)
     near = get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return BadInput(f"unknown {kind} {name!r}: {hint}known are {', '.join(names)}")
+    return f"{hint}known are {', '.join(names)}"
+
+
+def unknown(kind: str, name: object, known: Iterable[str]) -> BadInput:
+    """The error for a name that is not in a list."""
+    return BadInput(f"unknown {kind} {name!r}: {suggestion(name, known)}")

@@ -25,8 +25,8 @@ SPLITS = ("train", "valid", "test")
 class Split:
     """One part (train, valid or test) of all clients' data; client i owns `counts[i]` rows."""
 
-    x: Shaped[Tensor, "N *features"]
-    y: Shaped[Tensor, "N *targets"]
+    x: Shaped[Tensor, " N *features"]
+    y: Shaped[Tensor, " N *targets"]
     counts: Int64[Tensor, " n"]  # always on the CPU: it steers Python loops
 
     @cached_property
@@ -83,7 +83,7 @@ class Federation:
         return tuple(self.train.x.shape[1:])
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Federation:
-        moved = {name: split.to(device, dtype) for name, split in self.splits.items()}
+        moved: dict[str, Any] = {k: split.to(device, dtype) for k, split in self.splits.items()}
         return replace(self, **moved)
 
     @classmethod
@@ -118,7 +118,11 @@ class Federation:
 
 def _tensor(values: Any, where: str) -> Tensor:
     try:
-        t = values.detach().cpu() if isinstance(values, Tensor) else torch.tensor(np.asarray(values))
+        t = (
+            values.detach().cpu()
+            if isinstance(values, Tensor)
+            else torch.tensor(np.asarray(values))
+        )
     except (TypeError, ValueError) as error:
         raise BadInput(f"{where} cannot be read as an array of numbers ({error})") from None
     if t.is_floating_point() and not torch.isfinite(t).all():
@@ -131,7 +135,9 @@ def _tensor(values: Any, where: str) -> Tensor:
 def _join(part: str, pairs: Sequence[tuple[Any, Any]], clients: int) -> Split:
     """Check one split's pairs and lay them out flat."""
     if len(pairs) != clients:
-        raise BadInput(f"{part} has {len(pairs)} clients but train has {clients}; give one pair each")
+        raise BadInput(
+            f"{part} has {len(pairs)} clients but train has {clients}; give one pair each"
+        )
     xs: list[Tensor] = []
     ys: list[Tensor] = []
     for i, (x, y) in enumerate(pairs):
@@ -141,7 +147,9 @@ def _join(part: str, pairs: Sequence[tuple[Any, Any]], clients: int) -> Split:
         if part == "train" and len(tx) == 0:
             raise BadInput(f"train, client {i} is empty; drop it or give it at least one sample")
         if tx.dtype == torch.uint8:
-            raise BadInput(f"{part}, client {i}: x is uint8; scale pixels to floats (x / 255) first")
+            raise BadInput(
+                f"{part}, client {i}: x is uint8; scale pixels to floats (x / 255) first"
+            )
         if len(tx):
             xs.append(tx)
             ys.append(ty if ty.is_floating_point() else ty.long())
@@ -150,8 +158,10 @@ def _join(part: str, pairs: Sequence[tuple[Any, Any]], clients: int) -> Split:
     for i, (tx, ty) in enumerate(zip(xs, ys, strict=True)):
         if tx.shape[1:] != xs[0].shape[1:] or ty.shape[1:] != ys[0].shape[1:]:
             raise BadInput(
-                f"{part}: samples differ in shape: {tuple(tx.shape[1:])} → {tuple(ty.shape[1:])} in "
-                f"filled client {i}, {tuple(xs[0].shape[1:])} → {tuple(ys[0].shape[1:])} in the first"
+                f"{part}: samples differ in shape: "
+                f"x {tuple(tx.shape[1:])}, y {tuple(ty.shape[1:])} in filled client {i}, "
+                f"x {tuple(xs[0].shape[1:])}, y {tuple(ys[0].shape[1:])} "
+                "in the first"
             )
         if ty.dtype != ys[0].dtype:
             raise BadInput(f"{part}: targets mix {ys[0].dtype} and {ty.dtype}; use one of them")

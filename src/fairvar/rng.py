@@ -23,7 +23,7 @@ _MIX_2 = 0x94D049BB133111EB
 
 
 def _signed(value: int) -> int:
-    """An unsigned 64-bit number as the signed one with the same bits (torch has no uint64 maths)."""
+    """The signed number with the same 64 bits (torch has no arithmetic on unsigned ones)."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
 

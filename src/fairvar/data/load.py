@@ -1,0 +1,202 @@
+"""From a data set's name to a `Federation`: deal the samples, split each client, note it all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from jaxtyping import Float, Int64, Integer
+
+from fairvar import rng
+from fairvar.data import embedded, synthetic
+from fairvar.data.dataset import Dataset
+from fairvar.data.partition import Assignment, Dirichlet, Natural, Partition
+from fairvar.data.passport import passport
+from fairvar.errors import BadInput, unknown
+from fairvar.federation import SPLITS, Federation
+
+Holdout = Literal["auto", "split", "pool"]
+Rows = list[np.ndarray]  # sample indices per client
+Pairs = list[tuple[np.ndarray, np.ndarray]]  # (x, y) per client
+
+DEFAULT_SPLIT = (0.8, 0.1, 0.1)
+
+# (clients, seed) → data. A `Dataset` is still to be dealt to clients, a `Federation` comes dealt.
+DATASETS: dict[str, Callable[[int, int], Dataset | Federation]] = {
+    "mnist_1000": lambda clients, seed: embedded.mnist_1000(),
+    "digits": lambda clients, seed: embedded.digits(),
+    "quadratic": lambda clients, seed: synthetic.random_quadratics(clients, 10, seed)[0],
+    "logistic": lambda clients, seed: synthetic.logistic(clients, seed=seed),
+}
+
+
+def load_federation(
+    name: str,
+    clients: int = 50,
+    partition: Partition | None = None,
+    seed: int = 0,
+    *,
+    split: tuple[float, float, float] = DEFAULT_SPLIT,
+    holdout: Holdout = "auto",
+    pool_samples: int = 200,
+) -> Federation:
+    """A federation by the name of its data; without a partition, Dirichlet(alpha=0.1).
+
+    `split`: shares of train, valid and test of each client. `holdout`: with "pool" clients train on
+    all their samples and are validated and tested on `pool_samples` each from the data set's pool;
+    "auto" does so where there is a pool. `seed` decides who holds what, not how training runs.
+    """
+    if name not in DATASETS:
+        raise unknown("data set", name, DATASETS)
+    if clients < 1:
+        raise BadInput(f"clients = {clients}; a federation needs at least one client")
+    data = DATASETS[name](clients, seed)
+    if isinstance(data, Dataset):
+        partition = partition or Dirichlet(alpha=0.1)
+        return build_federation(data, clients, partition, seed, split, holdout, pool_samples)
+    if not (partition is None or isinstance(partition, Natural)):
+        raise BadInput(f"{name} is made client by client; leave the partition out or use natural")
+    if split != DEFAULT_SPLIT or holdout != "auto":
+        raise BadInput(f"{name} comes with its own splits; leave split and holdout out")
+    return data
+
+
+def build_federation(
+    dataset: Dataset,
+    clients: int,
+    partition: Partition,
+    seed: int = 0,
+    split: tuple[float, float, float] = DEFAULT_SPLIT,
+    holdout: Holdout = "auto",
+    pool_samples: int = 200,
+) -> Federation:
+    """Deal a data set to clients and split each client's part (see `load_federation`)."""
+    if holdout == "auto":
+        holdout = "split" if dataset.pool_x is None else "pool"
+    shares = _checked_split(split)
+    draw = rng.stream(seed, "partition", dataset.name)
+    assignment = partition.assign(dataset.y, clients, draw, dataset.groups)
+    if holdout == "pool":
+        pairs = _from_pool(dataset, assignment, seed, pool_samples)
+    else:
+        pairs = _from_split(dataset, assignment, seed, shares)
+    facts: dict[str, Any] = {
+        **passport(dataset.y, assignment),
+        "dataset": dataset.name,
+        "dataset_sha256": dataset.sha256,
+        "partition": msgspec.to_builtins(partition),
+        "seed": seed,
+        "holdout": holdout,
+        "split": list(shares) if holdout == "split" else None,
+        "pool_samples": pool_samples if holdout == "pool" else None,
+        "split_sizes": {part: [len(y) for _, y in of] for part, of in pairs.items()},
+    }
+    return Federation.from_arrays(
+        **pairs, classes=dataset.classes, name=dataset.name, passport=facts
+    )
+
+
+def _checked_split(split: tuple[float, float, float]) -> tuple[float, float, float]:
+    train, valid, test = split
+    if not (train > 0 and min(valid, test) >= 0 and abs(train + valid + test - 1) < 1e-6):
+        raise BadInput(f"split = {split}: the shares of train, valid and test must be at least 0 "
+                       "and sum to 1, with train above 0; for example (0.8, 0.1, 0.1)")  # fmt: skip
+    return train, valid, test
+
+
+def held_out_counts(samples: int, valid: float, test: float) -> tuple[int, int]:
+    """How many of a client's samples validate and test: the share, rounded down.
+
+    From 3 samples on at least one each (unless the share is 0); one always stays for training.
+    """
+    least = 1 if samples >= 3 else 0
+    counts = [
+        max(int(samples * share + 1e-9), least) if share > 0 else 0 for share in (valid, test)
+    ]
+    while sum(counts) >= samples:  # only where the shares leave nearly nothing for training
+        counts[counts.index(max(counts))] -= 1
+    return counts[0], counts[1]
+
+
+def _from_split(
+    dataset: Dataset, assignment: Assignment, seed: int, split: tuple[float, float, float]
+) -> dict[str, Pairs]:
+    rows: dict[str, Rows] = {part: [] for part in SPLITS}
+    for client, owned in enumerate(assignment.indices):
+        shuffled = rng.stream(seed, "split", client).permutation(owned)
+        valid, test = held_out_counts(len(owned), split[1], split[2])
+        pieces = np.split(shuffled, [len(owned) - valid - test, len(owned) - test])
+        for part, piece in zip(SPLITS, pieces, strict=True):
+            rows[part].append(piece)
+    wanted = [part for part, share in zip(SPLITS, split, strict=True) if share > 0]
+    for part in wanted:
+        if not any(len(piece) for piece in rows[part]):
+            raise BadInput(f"no client has the 3 samples it takes to hold out {part} data; use "
+                           "fewer clients or split = (1, 0, 0)")  # fmt: skip
+    return {part: _pairs(dataset.x, dataset.y, rows[part]) for part in wanted}
+
+
+def _from_pool(
+    dataset: Dataset, assignment: Assignment, seed: int, pool_samples: int
+) -> dict[str, Pairs]:
+    """All own samples train. Validation and test come from two halves of the pool, own label mix.
+
+    Clients may share pool images, a client has none twice, and no image validates and tests.
+    """
+    if dataset.pool_x is None or dataset.pool_y is None:
+        raise BadInput(f"data set {dataset.name} has no pool; use holdout 'split' or 'auto'")
+    if pool_samples < 1:
+        raise BadInput(f"pool_samples = {pool_samples}; use at least 1, or holdout 'split'")
+    pairs = {"train": _pairs(dataset.x, dataset.y, assignment.indices)}
+    labels, code = np.unique(dataset.y, return_inverse=True)
+    halves = _pool_halves(dataset.pool_y, labels, seed)
+    for part, members_by_label in halves.items():
+        room = np.array([len(members) for members in members_by_label])
+        rows = []
+        for client, owned in enumerate(assignment.indices):
+            count = np.bincount(code[owned], minlength=len(labels))
+            draw = rng.stream(seed, "pool", part, client)
+            quota = _label_quota(count, room, pool_samples)
+            chosen = [draw.permutation(m)[:q] for m, q in zip(members_by_label, quota, strict=True)]
+            rows.append(np.concatenate(chosen))
+        pairs[part] = _pairs(dataset.pool_x, dataset.pool_y, rows)
+    return pairs
+
+
+def _pool_halves(
+    pool_y: Integer[np.ndarray, " P"], labels: Integer[np.ndarray, " labels"], seed: int
+) -> dict[str, Rows]:
+    """The pool's indices per label, cut at random into a half for validation and one for test."""
+    halves: dict[str, Rows] = {"valid": [], "test": []}
+    for label in labels:
+        members = np.flatnonzero(pool_y == label)
+        if len(members) < 2:
+            raise BadInput(f"the pool holds {len(members)} samples of label {label}, but "
+                           "validation and test need one each; use holdout 'split'")  # fmt: skip
+        shuffled = rng.stream(seed, "pool", int(label)).permutation(members)
+        halves["valid"].append(shuffled[: len(members) // 2])
+        halves["test"].append(shuffled[len(members) // 2 :])
+    return halves
+
+
+def _label_quota(
+    count: Int64[np.ndarray, " labels"], room: Int64[np.ndarray, " labels"], wanted: int
+) -> Int64[np.ndarray, " labels"]:
+    """How many pool samples of each label: the client's mix, by largest remainders.
+
+    Where the half holds too few of a label the whole sample shrinks, so that the mix stays true.
+    """
+    held = count > 0
+    share: Float[np.ndarray, " labels"] = count / count.sum()
+    fits = int((room[held] / share[held]).min() + 1e-9)
+    exact = share * min(wanted, max(fits, 1))
+    quota = np.floor(exact + 1e-9).astype(np.int64)
+    missing = round(float(exact.sum())) - int(quota.sum())
+    quota[np.argsort(quota - exact, kind="stable")[:missing]] += 1
+    return np.minimum(quota, room)
+
+
+def _pairs(x: np.ndarray, y: np.ndarray, rows: Rows) -> Pairs:
+    return [(x[r], y[r]) for r in rows]

@@ -1,0 +1,104 @@
+"""`Run`: all that stays fixed while a model is trained, and how work is cut to fit memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float64, Int64
+from torch import Tensor, nn
+
+from fairvar.engine.batches import Schedule
+from fairvar.engine.task import Task
+from fairvar.federation import Federation
+from fairvar.methods.base import Method
+from fairvar.tree import Tree, size
+
+# Clients are vectorised in whole tiles. Calls narrower than this make torch choose other kernels on
+# the CPU, and the last bits of float32 results then depend on how the work was cut (measured).
+TILE = 8
+
+
+@dataclass(frozen=True)
+class Run:
+    task: Task
+    federation: Federation  # on the run's device, in its dtype
+    method: Method
+    schedule: Schedule
+    lr: float
+    clip_norm: float | None
+    chunk: int  # clients per vectorised call, a multiple of TILE
+    piece: int  # samples per pooled call
+    share: Float64[Tensor, " n"]
+    ids: Int64[Tensor, " n"]
+
+    @property
+    def clients(self) -> int:
+        return self.federation.clients
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.task.params.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.federation.train.x.device
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """Ranges of places in `schedule.order`, cut at whole tiles; the last takes the rest."""
+        cuts = list(range(0, self.clients, self.chunk))
+        if len(cuts) > 1 and self.clients - cuts[-1] < TILE:
+            cuts.pop()
+        return list(zip(cuts, [*cuts[1:], self.clients], strict=True))
+
+
+def whole_tiles(clients: int) -> int:
+    return max(TILE, -(-clients // TILE) * TILE)
+
+
+def activation_floats(task: Task, x: Tensor) -> int:
+    """Floats that one sample leaves in the outputs of the model's layers."""
+    module, total = task.evaluating, 0
+
+    def count(_module: nn.Module, _inputs: object, output: object) -> None:
+        nonlocal total
+        if isinstance(output, Tensor):
+            total += output.numel()
+
+    leaves = [m for m in module.modules() if not list(m.children())]
+    handles = [leaf.register_forward_hook(count) for leaf in leaves]
+    try:
+        with torch.no_grad():
+            task.predict(task.params, task.buffers, x[:1])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return max(total, x[:1].numel())
+
+
+def pooled_piece(task: Task, x: Tensor) -> int:
+    """Samples per pooled call. A fixed budget, not this machine's memory: sums over the batch are
+    made inside the kernels, so the cut decides the last bits and must not vary."""
+    budget = (8 if x.is_cuda else 1) << 30
+    return max(64, budget // (3 * activation_floats(task, x) * _itemsize(task.params)))
+
+
+def chunk_for_memory(task: Task, x: Tensor, width: int, curvature: bool) -> int:
+    """Clients per vectorised call that fit a share of the free memory (results stay the same)."""
+    copies, passes = (8, 6) if curvature else (5, 3)  # of the parameters; of the activations
+    floats = copies * size(task.params) + passes * width * activation_floats(task, x)
+    return whole_tiles(
+        int(_memory_budget(x.device) // (floats * _itemsize(task.params))) - TILE + 1
+    )
+
+
+def _itemsize(params: Tree) -> int:
+    return next(iter(params.values())).element_size()
+
+
+def _memory_budget(device: torch.device) -> float:
+    if device.type == "cuda":
+        return 0.5 * torch.cuda.mem_get_info(device)[0]
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return min(0.25 * free, 4 << 30)

@@ -1,0 +1,42 @@
+"""The numbers of a training run, checked in one place for Python and configuration files."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+
+from fairvar.checked import Checked, Count, Positive
+from fairvar.errors import BadInput
+
+
+class TrainSettings(Checked, frozen=True, kw_only=True):
+    """How much work a round is, and where it runs. See `fairvar.train` for the meaning of each."""
+
+    __where__: ClassVar[str | None] = "train"
+
+    rounds: Count = 100
+    lr: Positive = 0.1
+    batch_size: Count | None = None
+    local_steps: Count = 1
+    local_epochs: Count | None = None
+    clip_norm: Positive | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
+    dtype: Literal["float32", "float64"] = "float32"
+    device: str = "cpu"
+    engine: Literal["auto", "reference", "pooled", "vmapped"] = "auto"
+    chunk: Count | None = None
+
+    def check(self) -> None:
+        if self.local_epochs is not None and self.local_steps != 1:
+            raise BadInput("train.local_steps and train.local_epochs are both given; give one")
+
+
+class EvaluateSettings(Checked, frozen=True, kw_only=True):
+    """When and on what all clients are evaluated."""
+
+    __where__: ClassVar[str | None] = "evaluate"
+
+    every: Count = 10
+    splits: tuple[Literal["train", "valid", "test"], ...] = ("valid", "test")
+    local: bool = True  # each client's own updated model beside the global one

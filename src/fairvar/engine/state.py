@@ -1,0 +1,73 @@
+"""`State`: all that changes between rounds. `Outcome`: what one round produced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fairvar.methods.base import Memory, Method
+from fairvar.tree import Tree, add, scale, subtract, zeros_like
+
+
+@dataclass(frozen=True)
+class State:
+    """Tensors only, so that a state can be saved, sent and compared bit by bit."""
+
+    round: int  # rounds done
+    params: Tree  # the global model
+    buffers: Tree  # batch-norm statistics
+    memory: Memory  # the method's own server-side tensors
+    mean_loss: Tensor  # a: zero until the first report
+    mean_gradient: Tree | None  # g for the next round, where a method uses the previous one
+    iterate: Tree | None = None  # x^t, where the resulting model is an average of iterates
+
+    @property
+    def x(self) -> Tree:
+        """Where the next round starts."""
+        return self.params if self.iterate is None else self.iterate
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the server knows after a round: x^{t+1} = x^t − update."""
+
+    update: Tree
+    buffers: Tree
+    memory: Memory
+    loss: Tensor  # (clients,) f_i(x^t), float64
+    weights: Tensor  # (clients,) as used, float64
+    mean_loss: Tensor
+    mean_gradient: Tree | None
+    ascended: Tensor  # share of clients whose own gradient had a negative factor
+
+
+def initial_state(method: Method, params: Tree, buffers: Tree, clients: int) -> State:
+    some = next(iter(params.values()))
+    return State(
+        round=0,
+        params=params,
+        buffers=buffers,
+        memory={k: v.to(some.device) for k, v in method.initial_memory(clients).items()},
+        mean_loss=torch.zeros((), dtype=torch.float64, device=some.device),
+        mean_gradient=zeros_like(params) if method.reports_gradient else None,
+        iterate=params if method.averages_iterates else None,
+    )
+
+
+def advance(state: State, outcome: Outcome) -> State:
+    """The state after the round; a method that averages its iterates keeps the last one aside."""
+    t = state.round + 1
+    x = subtract(state.x, outcome.update)
+    averaged = state.iterate is not None
+    mean = add(state.params, scale(subtract(x, state.params), 1 / t)) if averaged else x
+    return State(
+        round=t,
+        params=mean,
+        buffers=outcome.buffers,
+        memory=outcome.memory,
+        mean_loss=outcome.mean_loss,
+        mean_gradient=outcome.mean_gradient,
+        iterate=x if averaged else None,
+    )

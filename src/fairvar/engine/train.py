@@ -1,0 +1,210 @@
+"""The round loop: one call trains a model with a method on a federation and returns its History."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from fairvar._version import __version__
+from fairvar.engine.batches import Schedule
+from fairvar.engine.losses import LossFunction
+from fairvar.engine.pooled import pooled_round
+from fairvar.engine.record import Book, Observation
+from fairvar.engine.reference import reference_round
+from fairvar.engine.run import Run, chunk_for_memory, pooled_piece, whole_tiles
+from fairvar.engine.settings import EvaluateSettings, TrainSettings
+from fairvar.engine.state import Outcome, State, advance, initial_state
+from fairvar.engine.task import Task, make_task
+from fairvar.engine.vmapped import vmapped_round
+from fairvar.errors import BadInput
+from fairvar.federation import Federation
+from fairvar.history import History
+from fairvar.methods.base import Method
+from fairvar.tree import is_finite
+
+Progress = Callable[[int, int], None]  # (rounds done, rounds in all)
+
+
+def train(
+    model: nn.Module | str,
+    federation: Federation,
+    method: Method,
+    rounds: int = 100,
+    lr: float = 0.1,
+    *,
+    batch_size: int | None = None,
+    local_steps: int = 1,
+    local_epochs: int | None = None,
+    loss: str | LossFunction = "cross_entropy",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    engine: str = "auto",
+    evaluate_every: int = 10,
+    evaluate_splits: tuple[str, ...] = ("valid", "test"),
+    evaluate_local: bool = True,
+    clip_norm: float | None = None,
+    chunk: int | None = None,
+    state: State | None = None,
+    progress: Progress | None = None,
+) -> History:
+    """Train `model` on `federation` with `method`; every client takes part in every round.
+
+    model: a module (copied, never changed) or a name from `fairvar.models.MODELS`.
+    batch_size: samples per local step; None takes all of a client's samples.
+    local_steps, local_epochs: work per client and round; give one of them.
+    loss: "cross_entropy", "mse" (½ squared error) or (outputs, targets) -> one loss per sample.
+    engine: "auto" picks the pooled or the vmapped path; "reference" is the plain loop.
+    evaluate_every: evaluate all clients after every so many rounds, and after the last.
+    clip_norm: cut each client's direction to this norm (off by default).
+    chunk: clients per vectorised call, by default what fits in memory; results do not change.
+    state: continue from here (`history.state` of an earlier call).
+    """
+    settings = TrainSettings(
+        rounds=rounds,
+        lr=lr,
+        batch_size=batch_size,
+        local_steps=local_steps,
+        local_epochs=local_epochs,
+        clip_norm=clip_norm,
+        seed=seed,
+        dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]  # checked there
+        device=str(device),
+        engine=engine,  # type: ignore[arg-type]
+        chunk=chunk,
+    )
+    when = EvaluateSettings(
+        every=evaluate_every,
+        splits=evaluate_splits,  # type: ignore[arg-type]
+        local=evaluate_local,
+    )
+    if not isinstance(method, Method):
+        raise BadInput(f"method must be a fairvar Method such as FedAvg(), not {method!r}")
+    return run_rounds(model, federation, method, loss, settings, when, state, progress)
+
+
+def run_rounds(
+    model: nn.Module | str,
+    federation: Federation,
+    method: Method,
+    loss: str | LossFunction,
+    settings: TrainSettings,
+    when: EvaluateSettings,
+    state: State | None = None,
+    progress: Progress | None = None,
+) -> History:
+    """`train` with its numbers already checked."""
+    started = time.perf_counter()
+    data = federation.to(_device(settings.device), getattr(torch, settings.dtype))
+    run = _make_run(make_task(model, data, loss, settings.seed), data, method, settings)
+    path = choose_path(run, settings.engine)
+    splits = tuple(s for s in when.splits if s in data.splits)
+    state = state or initial_state(method, run.task.params, run.task.buffers, data.clients)
+    book = Book(run)
+    for t in range(state.round, settings.rounds):
+        due = (t + 1) % when.every == 0 or t + 1 == settings.rounds
+        seen = Observation(run, state, splits, when.local) if due else None
+        outcome = _round(run, path, state, t, seen)
+        if not bool(torch.isfinite(outcome.loss).all()):
+            book.diverged_at = t
+            break
+        state = advance(state, outcome)
+        book.write(outcome, t)
+        if seen is not None:
+            if not is_finite(state.params):
+                book.diverged_at = t + 1
+                break
+            book.write_evaluation(t + 1, seen.finish(state))
+        if progress is not None:
+            progress(t + 1, settings.rounds)
+    return book.close(state, _birth(run, settings, path, time.perf_counter() - started))
+
+
+def choose_path(run: Run, engine: str) -> str:
+    """The fastest path that computes this method with this amount of local work."""
+    method, task = run.method, run.task
+    if engine == "reference":
+        return "reference"
+    if task.loop_only:
+        if engine == "auto":
+            return "reference"
+        raise BadInput(f"engine={engine!r} cannot run this model: " + "; ".join(task.loop_only))
+    reasons = [
+        (not run.schedule.one_step, "several local steps"),
+        (method.curvature > 0, "curvature"),
+        (method.uses_norms, "norms of client updates"),
+        (run.clip_norm is not None, "clip_norm"),
+    ]
+    found = [why for applies, why in reasons if applies]
+    if engine == "pooled" and found:
+        raise BadInput(f'engine="pooled" cannot do {" and ".join(found)}; use "auto" or "vmapped"')
+    return "vmapped" if found or engine == "vmapped" else "pooled"
+
+
+def _round(run: Run, path: str, state: State, t: int, seen: Observation | None) -> Outcome:
+    watch = seen if seen is not None and seen.watches_clients else None
+    if path == "reference":
+        return reference_round(run, state, t, watch)
+    if path == "vmapped":
+        return vmapped_round(run, state, t, watch)
+    if watch is not None:
+        # The pooled path never forms the clients' own models. They are computed beside it, and
+        # the round itself stays the same, so that evaluating does not change the training.
+        vmapped_round(run, state, t, watch)
+    return pooled_round(run, state, t)
+
+
+def _make_run(task: Task, data: Federation, method: Method, settings: TrainSettings) -> Run:
+    schedule = Schedule.build(
+        data.train,
+        settings.batch_size,
+        settings.local_steps,
+        settings.local_epochs,
+        settings.seed,
+        task.batch_norm,
+    )
+    if method.only_one_step and not schedule.one_step:
+        raise BadInput(f"{method.label} in this form takes one local step; set local_steps = 1")
+    x = data.train.x
+    fitting = settings.chunk or chunk_for_memory(task, x, schedule.width, method.curvature > 0)
+    return Run(
+        task=task,
+        federation=data,
+        method=method,
+        schedule=schedule,
+        lr=settings.lr,
+        clip_norm=settings.clip_norm,
+        chunk=whole_tiles(fitting),
+        piece=pooled_piece(task, x),
+        share=method.share(data.sizes).to(x.device),
+        ids=torch.arange(data.clients, device=x.device),
+    )
+
+
+def _birth(run: Run, settings: TrainSettings, path: str, seconds: float) -> dict[str, object]:
+    """The birth certificate of a result."""
+    on_gpu = run.device.type == "cuda"
+    return {
+        "fairvar": __version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(run.device) if on_gpu else str(run.device),
+        "dtype": settings.dtype,
+        "seed": settings.seed,
+        "engine": path,
+        "seconds": round(seconds, 3),
+    }
+
+
+def _device(device: str) -> torch.device:
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise BadInput(
+            f'device {str(device)!r} cannot be used here ({reason}); try "cpu"'
+        ) from None
+    return found

@@ -1,0 +1,36 @@
+"""The registry of methods. Adding one: a file here and a line below, or `register` from outside."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from fairvar.errors import BadInput
+from fairvar.methods.aaggff import AAggFF
+from fairvar.methods.afl import AFL
+from fairvar.methods.base import Method, Replies, Traffic
+from fairvar.methods.fairgrad import FairGrad
+from fairvar.methods.fairloss import FairLoss
+from fairvar.methods.fedavg import FedAvg
+from fairvar.methods.qffl import QFFL
+
+METHODS: dict[str, type[Method]] = {}
+
+M = TypeVar("M", bound=type[Method])
+
+
+def register(kind: M) -> M:
+    """Make a method known by its tag: to configuration files, the command line and the tests."""
+    tag = kind.__struct_config__.tag
+    if not isinstance(tag, str):
+        raise BadInput(f'{kind.__name__} has no name; write class {kind.__name__}(..., tag="…")')
+    METHODS[tag] = kind
+    return kind
+
+
+for _kind in (FedAvg, AFL, QFFL, AAggFF, FairLoss, FairGrad):
+    register(_kind)
+
+__all__ = [
+    "AFL", "METHODS", "QFFL", "AAggFF", "FairGrad", "FairLoss", "FedAvg",
+    "Method", "Replies", "Traffic", "register",
+]  # fmt: skip

@@ -1,0 +1,82 @@
+"""AAggFF: adaptive aggregation by online convex optimisation (Hahn et al. 2024)."""
+
+from __future__ import annotations
+
+from math import log, sqrt
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fairvar.errors import BadInput
+from fairvar.methods.base import LossData, Memory, Method, Replies
+from fairvar.methods.response import response
+from fairvar.simplex import minimise_quadratic
+
+
+class AAggFF(Method, frozen=True, tag="aaggff"):
+    """p minimises the regret of −log(1 + ⟨p, r⟩), r the responses to the clients' losses
+
+    cross_silo (all K clients answer): online Newton step, g = −r/(1 + ⟨p, r⟩), r = CDF/K, β = K/4
+        p ← argmin_simplex ⟨c, p⟩ + ½ pᵀ (d·I + β Σ g gᵀ) p
+        paper: c = Σ g − β Σ g ⟨g, p_τ⟩, d = 4, p_1 = 1/K;   official: c = Σ g, d = 4 + K, p_1 = 1
+    cross_device (a share C answers): doubly robust r̆ and entropic weights
+        p ← softmax(−Σ g · √(ln K) / (√(t+1) (2 + C))), restricted to those that answered
+        paper: r̆_i = r̄ + (r_i − r̄)/C;   official code: without the first r̄
+    """
+
+    reference: ClassVar[str] = "Hahn, Kim, Lee 2024"
+    reveals: ClassVar[tuple[str, ...]] = ("model update", "loss")
+    sums_suffice: ClassVar[bool] = False
+    fairness_knob: ClassVar[str | None] = "cdf"
+    uses_losses: ClassVar[bool] = True
+
+    cdf: Literal["weibull", "exponential", "frechet", "normal", "gumbel", "logistic"] = "logistic"
+    variant: Literal["official", "paper"] = "official"
+    setting: Literal["cross_silo", "cross_device"] = "cross_silo"
+    losses: LossData = "full"
+
+    def initial_memory(self, clients: int) -> Memory:
+        zeros = torch.zeros(clients, dtype=torch.float64)
+        memory = {"gradient_sum": zeros, "round": torch.zeros((), dtype=torch.float64)}
+        if self.setting == "cross_silo":
+            start = 1.0 if self.variant == "official" else 1 / clients
+            return memory | {"p": zeros + start, "gram": torch.outer(zeros, zeros)}
+        return memory | {"p": zeros + 1 / clients}
+
+    def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+        step = self._newton if self.setting == "cross_silo" else self._entropic
+        return step(memory, replies)
+
+    def _newton(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+        K = replies.clients
+        if len(replies.loss) < K:
+            raise BadInput('AAggFF.setting = "cross_silo" needs every client; use "cross_device"')
+        alpha, beta, p = 4.0, K / 4, memory["p"]
+        r = response(replies.loss, self.cdf) / K
+        g = -r / (1 + p @ r)
+        linear = g if self.variant == "official" else g - beta * g * (g @ p)
+        new = memory | {
+            "gradient_sum": memory["gradient_sum"] + linear,
+            "gram": memory["gram"] + torch.outer(g, g),
+            "round": memory["round"] + 1,
+        }
+        diagonal = alpha * (1 + beta) if self.variant == "official" else alpha
+        new["p"] = minimise_quadratic(diagonal, beta * new["gram"], new["gradient_sum"], p)
+        return new["p"], new
+
+    def _entropic(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+        K, ids, t = replies.clients, replies.ids, float(memory["round"]) + 1
+        C = len(ids) / K
+        p = memory["p"]
+        if t == 1 and self.variant == "official":
+            p = torch.full_like(p, C)
+        r = C * response(replies.loss, self.cdf)
+        mean = r.mean()
+        robust = mean.expand_as(p).clone()
+        robust[ids] = (r - mean) / C + (mean if self.variant == "paper" else 0.0)
+        # The gradient's second term is the same for all clients and cancels in the softmax.
+        total = memory["gradient_sum"] - robust / (1 + p.sum() * mean)
+        new = torch.softmax(-total * sqrt(log(K)) / (sqrt(t + 1) * (2 + C)), 0)
+        memory = {"gradient_sum": total, "p": new, "round": memory["round"] + 1}
+        return new[ids] / new[ids].sum(), memory

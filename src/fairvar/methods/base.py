@@ -1,0 +1,143 @@
+"""What a method is: a frozen value with hyper-parameters and a few pure functions on tensors.
+
+Every method of the paper fits one round:
+
+    client  d_i = own_i ∇f_i + shared_i g + γ ∇²f_i (∇f_i − g),     x_i ← x_i − η d_i
+    server  x ← x − Σ_i w_i (x − x_i) / normaliser
+
+A method says what is special about it: `coefficients` (own, shared) from the client's loss,
+`curvature` γ, `weigh` for the server's weights w, and which averages (a = mean loss, g = mean
+gradient) it needs. Reference loop, vectorised engine and deployment all run these functions.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Float64, Int64
+from torch import Tensor
+
+from fairvar.checked import Checked
+
+ClientWeights = Literal["uniform", "size"]
+LossData = Literal["batch", "full"]
+Memory = dict[str, Tensor]
+
+
+class Replies(NamedTuple):
+    """What the server knows when it weighs the clients that answered (m of `clients`)."""
+
+    loss: Float64[Tensor, " m"]  # f_i(x^t)
+    share: Float64[Tensor, " m"]  # the plain weights r_i, summing to one
+    ids: Int64[Tensor, " m"]
+    clients: int  # all clients of the federation, present or not
+
+
+class Traffic(NamedTuple):
+    """What one client and the server send each other in one round."""
+
+    exchanges: int
+    floats_down: int
+    floats_up: int
+
+
+class Method(Checked, frozen=True, tag_field="name"):
+    """Base of all methods; by itself it is FedAvg with uniform weights.
+
+    Third-party methods subclass it, override what differs and call `fairvar.register`. Fields of
+    these names mean the same in every method that has them: `exact`, `weights` and `losses`.
+    """
+
+    reference: ClassVar[str] = ""  # the paper, for `fairvar methods`
+    reveals: ClassVar[tuple[str, ...]] = ("model update",)  # what leaves a client
+    sums_suffice: ClassVar[bool] = True  # could run on sums over clients (secure aggregation)
+    fairness_knob: ClassVar[str | None] = None  # the field that trades accuracy for fairness
+
+    uses_mean_loss: ClassVar[bool] = False  # the server broadcasts a = Σ r_i f_i
+    uses_mean_gradient: ClassVar[bool] = False  # … and g = Σ r_i ∇f_i
+    uses_losses: ClassVar[bool] = False  # the server's weights depend on the clients' losses
+    uses_norms: ClassVar[bool] = False  # `normaliser` depends on the norms of the updates
+
+    @property
+    def probes(self) -> bool:
+        """Exact methods: clients first answer f_i, ∇f_i at x^t, so a and g are of this round."""
+        return bool(getattr(self, "exact", False))
+
+    @property
+    def reports_gradient(self) -> bool:
+        """Approximate methods: clients report ∇f_i(x^t), whose mean is the next round's g."""
+        return self.uses_mean_gradient and not self.probes
+
+    @property
+    def client_weights(self) -> ClientWeights:
+        """r_i = 1/n, or proportional to the number of training samples."""
+        return getattr(self, "weights", "uniform")
+
+    @property
+    def loss_data(self) -> LossData:
+        """f_i on this round's batch, or at x^t on all the client's training data (eval mode)."""
+        return getattr(self, "losses", "batch")
+
+    @property
+    def curvature(self) -> float:
+        """γ; zero switches the Hessian-vector product off."""
+        return 0.0
+
+    @property
+    def averages_iterates(self) -> bool:
+        """The resulting model is the mean of all iterates instead of the last one."""
+        return False
+
+    @property
+    def only_one_step(self) -> bool:
+        """The method is defined for a single local step per round only."""
+        return False
+
+    # -- pure functions ------------------------------------------------------------------------
+    def share(self, sizes: Int64[Tensor, " n"]) -> Float64[Tensor, " n"]:
+        """The plain client weights r_i, summing to one."""
+        by_size = self.client_weights == "size"
+        counts = sizes.double() if by_size else torch.ones_like(sizes, dtype=torch.float64)
+        return counts / counts.sum()
+
+    def initial_memory(self, clients: int) -> Memory:
+        """What the server carries from round to round beside a and g."""
+        return {}
+
+    def at_round(self, t: int) -> Method:
+        """The method as it acts in round t (a warm start may differ in round 0)."""
+        return self
+
+    def coefficients(
+        self, loss: Float[Tensor, "*n"], mean_loss: Float[Tensor, ""]
+    ) -> tuple[Tensor | float, Tensor | float]:
+        """(own, shared) of a client's direction, elementwise in the loss."""
+        return 1.0, 0.0
+
+    def weigh(self, memory: Memory, replies: Replies) -> tuple[Float64[Tensor, " m"], Memory]:
+        """The server's weights w_i, and its memory for the next round."""
+        return replies.share, memory
+
+    def normaliser(
+        self, replies: Replies, squared_norm: Float64[Tensor, " m"], lr: float
+    ) -> Float64[Tensor, ""] | float:
+        """What Σ w_i (x − x_i) is divided by; `squared_norm` is ‖x − x_i‖²."""
+        return 1.0
+
+    def traffic(self, parameters: int, buffers: int = 0) -> Traffic:
+        """Floats per client and round; buffers (batch-norm statistics) travel with the model."""
+        model = parameters + buffers
+        gradient = parameters * self.uses_mean_gradient
+        scalar_up = int(self.uses_losses or self.uses_mean_loss)
+        return Traffic(
+            exchanges=2 if self.probes else 1,
+            floats_down=model + gradient + int(self.uses_mean_loss),
+            floats_up=model + gradient + scalar_up,
+        )
+
+    # -- for people ----------------------------------------------------------------------------
+    @property
+    def label(self) -> str:
+        """The name in tables; exact variants carry a star."""
+        return type(self).__name__ + ("*" if self.probes else "")

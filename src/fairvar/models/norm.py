@@ -1,0 +1,221 @@
+"""Batch norm for many clients at once: plain tensor operations, padded samples left out.
+
+Why not `nn.BatchNorm2d`: under vmap, torch's fused batch norm gives *silently wrong* second
+derivatives in training mode (torch 2.11 on CUDA and 2.13 on CPU), it updates the running statistics
+in place (so a second pass over the same batch updates them twice), and it cannot leave out padding.
+`swap_batch_norm` replaces it by `PlainBatchNorm`, with the same names in the state dict.
+
+How the engine uses it. Clients have ragged batches, padded to a common length b with any *finite*
+values; `real` (clients, b) holds 1 for a real sample and 0 for padding. Nothing is changed in
+place: the new running statistics come back as a value, so a pass whose statistics are not wanted
+(the second pass of FairGrad, say) simply drops them.
+
+    module = swap_batch_norm(model).train()
+    params = dict(module.named_parameters()); buffers = dict(module.named_buffers())
+
+    def client_loss(params, buffers, x, y, real):              # one client
+        outputs, buffers = call(module, params, buffers, x, real)
+        losses = cross_entropy(outputs, y, reduction="none")
+        return (losses * real).sum() / real.sum(), buffers
+
+    # (a) shared parameters, autograd outside
+    each = (None, 0, 0, 0, 0)
+    losses, stacked = vmap(client_loss, in_dims=each)(params, stacked, x, y, real)
+    torch.autograd.grad(losses.mean(), list(params.values()))
+
+    # (b) every client has its own parameters
+    step = vmap(grad_and_value(client_loss, has_aux=True))
+    gradients, (losses, stacked) = step(stacked_params, stacked, x, y, real)
+
+    # (c) Hessian-vector products, forward over reverse; the statistics are those of one pass
+    def product(params, direction, *data):
+        gradient = lambda p: grad(client_loss, has_aux=True)(p, *data)
+        return jvp(gradient, (params,), (direction,), has_aux=True)   # (g, H v, new buffers)
+
+`stacked` may also stay shared (`in_dims` None) on the way in: it is only read. Reverse over forward
+and reverse over reverse work as well. `call` is `functional_call` on *one* dict, which torch
+updates with the reassigned buffers (a tuple of dicts would lose them), and minds tied weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fairvar.errors import BadInput
+from fairvar.tree import Tree
+
+SWAPPED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+class PlainBatchNorm(_BatchNorm):
+    """y = (x − μ) / √(σ² + ε) · weight + bias, with μ and σ² over the real samples of the batch.
+
+    `sample_weight` (b,) says which samples are real: 1, or 0 for padding; None means all. Padded
+    samples come out as `bias` and get and give no gradient. Running statistics follow torch:
+    r ← (1 − momentum) r + momentum · statistic, the variance with n − 1 of the real values. A batch
+    with fewer than two real values per channel has no variance and leaves them as they are.
+    """
+
+    sample_weight: Tensor | None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        if self.momentum is None:
+            raise BadInput("batch norm with momentum=None cannot be federated: set momentum=0.1")
+        self.register_buffer("sample_weight", None, persistent=False)
+
+    @classmethod
+    def like(cls, layer: _BatchNorm) -> PlainBatchNorm:
+        """The same layer; parameters and buffers are the very tensors of `layer`."""
+        plain = cls(
+            layer.num_features,
+            layer.eps,
+            layer.momentum,
+            layer.affine,
+            layer.track_running_stats,
+        )
+        plain._parameters.update(layer._parameters)
+        plain._buffers.update(layer._buffers)
+        return plain.train(layer.training)
+
+    def forward(self, input: Float[Tensor, "b c ..."]) -> Float[Tensor, "b c ..."]:
+        x = input.float() if input.dtype in _LOW_PRECISION else input
+        if x.shape[1] != self.num_features:
+            raise BadInput(f"batch norm is for {self.num_features} channels, got {x.shape[1]}")
+        if self.training or self.running_mean is None or self.running_var is None:
+            centred, variance = self._batch_statistics(x)
+        else:
+            centred, variance = x - _per_channel(self.running_mean, x), self.running_var
+        scale = torch.rsqrt(variance + self.eps)
+        if self.weight is not None:
+            scale = scale * self.weight
+        y = centred * _per_channel(scale, x)
+        if self.bias is not None:
+            y = y + _per_channel(self.bias, x)
+        return y.to(input.dtype)
+
+    def _batch_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x − μ and σ² of the real samples; remembers both in the running statistics."""
+        axes = [0, *range(2, x.dim())]
+        values = x.numel() // x.shape[1]  # per channel
+        if values < 2:
+            raise BadInput(
+                "batch norm needs more than one value per channel in training: "
+                f"use a larger batch than {x.shape[0]} for inputs of shape {tuple(x.shape)}"
+            )
+        if self.sample_weight is None:
+            count = x.new_full((), values)
+            variance, mean = torch.var_mean(x, axes, correction=0)
+            centred = x - _per_channel(mean, x)
+        else:
+            if self.sample_weight.shape != x.shape[:1]:
+                raise BadInput(
+                    f"sample_weight of shape {tuple(self.sample_weight.shape)} does not fit a "
+                    f"batch norm that sees {x.shape[0]} samples: do not fold axes into the batch"
+                )
+            real = (self.sample_weight > 0).reshape(-1, *[1] * (x.dim() - 1))
+            count = real.sum().to(x.dtype) * (values // x.shape[0])
+            divisor = count.clamp(min=1)
+            mean = torch.where(real, x, 0).sum(axes) / divisor
+            centred = torch.where(real, x - _per_channel(mean, x), 0)
+            variance = centred.square().sum(axes) / divisor
+        if self.training and self.running_mean is not None:
+            self._remember(mean.detach(), variance.detach(), count)
+        return centred, variance
+
+    def _remember(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        """New running statistics by assignment, never in place: see the module's docstring."""
+        enough = count >= 2
+        unbiased = variance * (count / (count - 1).clamp(min=1))
+        for name, statistic in (("running_mean", mean), ("running_var", unbiased)):
+            old = getattr(self, name)
+            new = torch.lerp(old, statistic.to(old.dtype), self.momentum or 0.0)
+            setattr(self, name, torch.where(enough, new, old))
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked = self.num_batches_tracked + enough
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Any number of spatial axes is fine; torch's base class asks for this method."""
+
+
+def _per_channel(value: Float[Tensor, " c"], x: Tensor) -> Tensor:
+    return value.reshape(1, -1, *[1] * (x.dim() - 2))
+
+
+def swap_batch_norm(module: nn.Module) -> nn.Module:
+    """A deep copy in which every batch norm is a `PlainBatchNorm`; state dicts fit both ways.
+
+    A layer used in several places stays one layer. Hooks on a batch norm itself are not carried
+    over; subclasses of torch's layers are left alone (`check_model` names them).
+    """
+    module = copy.deepcopy(module)
+    made: dict[nn.Module, PlainBatchNorm] = {}
+
+    def plain(layer: nn.Module) -> nn.Module:
+        if type(layer) not in SWAPPED:
+            return layer
+        assert isinstance(layer, _BatchNorm)
+        if layer not in made:
+            made[layer] = PlainBatchNorm.like(layer)
+        return made[layer]
+
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child is not None:
+                parent._modules[name] = plain(child)
+    return plain(module)
+
+
+def sample_weight_names(module: nn.Module) -> list[str]:
+    """The names under which `functional_call` takes the (b,) weights, one per `PlainBatchNorm`."""
+    return [
+        f"{name}.sample_weight" if name else "sample_weight"
+        for name, layer in module.named_modules()
+        if isinstance(layer, PlainBatchNorm)
+    ]
+
+
+def call(
+    module: nn.Module,
+    params: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    inputs: Tensor,
+    sample_weight: Float[Tensor, " b"] | None = None,
+) -> tuple[Any, Tree]:
+    """Outputs and new buffers of `module` with these parameters; changes nothing it is given."""
+    state = {**params, **buffers}
+    state.update({alias: state[name] for alias, name in _aliases(module) if name in state})
+    if sample_weight is not None:
+        state.update(dict.fromkeys(sample_weight_names(module), sample_weight))
+    outputs = functional_call(module, state, (inputs,), tie_weights=False)
+    return outputs, {name: state[name] for name in buffers}
+
+
+def _aliases(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """(other name, first name) of every tied tensor.
+
+    torch's `tie_weights=True` would set a layer that is used twice twice, and on the way out put
+    the *given* tensors into the module for good (seen in 2.13); under vmap those are dead objects.
+    """
+    first: dict[int, str] = {}
+    for prefix, layer in module.named_modules():  # a layer used twice comes once
+        for leaf, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if tensor is not None and first.setdefault(id(tensor), name) != name:
+                yield name, first[id(tensor)]

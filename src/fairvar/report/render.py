@@ -1,0 +1,253 @@
+"""A `Table` as text: terminal (rich), Markdown, LaTeX, CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Callable, Sequence
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.padding import Padding
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from fairvar.errors import unknown
+from fairvar.report.table import DIVERGED, Cell, Column, Estimate, Table, parts
+
+
+def _marked(cell: Cell) -> bool:
+    return isinstance(cell, Estimate) and cell.marked and not cell.diverged
+
+
+def _line(number: str, error: str) -> str:
+    """As in 97.12 ± 0.30; without an error its place stays blank, so that decimals line up."""
+    if not error:
+        return number
+    return number + (f" ± {error}" if error.strip() else " " * (len(error) + 3))
+
+
+def _two_lines(number: str, error: str) -> str:
+    """The number above its error; digits of both count for the width."""
+    wide = max(len(number), len(error) + 2)
+    return number.rjust(wide) + (f"\n{'± ' + error:>{wide}}" if error.strip() else "")
+
+
+def _lines(table: Table, column: Column) -> list[str]:
+    return [_line(*pair) for pair in parts(table.cells(column), column.digits)]
+
+
+# --- terminal ------------------------------------------------------------------------------------
+class _Fitting(RichTable):
+    """A rich table that, once it knows its width, picks the widest of three layouts that fits.
+
+    Errors beside the numbers; errors below them; one line per cell. Title and notes use the whole
+    width of the terminal, which may be more than the table's.
+    """
+
+    source: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table, width = self.source, options.max_width
+        yield Text(table.title, style="bold")
+        yield _grid(table, _line, width) or _grid(table, _two_lines, width) or _stacked(table)
+        for note in table.footnotes():
+            yield Text(note, style="dim")
+
+
+def to_rich(table: Table) -> RichTable:
+    """For `Console.print`: fits 40 columns as well as 80, best values bold, notes folded below."""
+    fitting = _Fitting()
+    fitting.source = table
+    return fitting
+
+
+def _grid(table: Table, write: Callable[[str, str], str], width: int) -> RichTable | None:
+    """Headers fold between words if they must, numbers never do; None if it cannot fit."""
+    headers = ["", *(column.header for column in table.columns)]
+    columns = [[row.label for row in table.rows]]
+    for column in table.columns:
+        columns.append([write(*pair) for pair in parts(table.cells(column), column.digits)])
+    least = [_widest([*h.split(), *cells]) for h, cells in zip(headers, columns, strict=True)]
+    full = [max(cell_len(h), wide) for h, wide in zip(headers, least, strict=True)]
+    gaps = 2 * (len(headers) - 1)
+    widths = full if sum(full) + gaps <= width else least
+    if sum(widths) + gaps > width:
+        return None
+    # SIMPLE_HEAD has a blank between columns, which together with one of padding is the gap
+    grid = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for header, wide in zip(headers, widths, strict=True):
+        grid.add_column(Text(header, justify="right"), width=wide)
+    for i, row in enumerate(table.rows):
+        cells = zip(columns[1:], widths[1:], table.columns, strict=True)
+        texts = [_text(lines[i], wide, row.cells.get(c.key)) for lines, wide, c in cells]
+        grid.add_row(Text(row.label, no_wrap=True), *texts)
+    return grid
+
+
+def _widest(texts: Sequence[str]) -> int:
+    return max((cell_len(line) for text in texts for line in text.split("\n")), default=1)
+
+
+def _text(lines: str, width: int, cell: Cell) -> Text:
+    # aligned by hand: rich strips the blanks that stand for a missing standard error
+    right = (" " * (width - cell_len(line)) + line for line in lines.split("\n"))
+    return Text("\n".join(right), style="bold" if _marked(cell) else "", no_wrap=True)
+
+
+def _stacked(table: Table) -> RichTable:
+    """One line per cell: what is left in a very narrow terminal."""
+    grid = RichTable(box=None, pad_edge=False, show_header=False)
+    lines = {column.key: _lines(table, column) for column in table.columns}
+    grid.add_column()
+    grid.add_column(min_width=_widest([line for column in lines.values() for line in column]))
+    for i, row in enumerate(table.rows):
+        grid.add_row(Text(row.label, style="bold"), "")
+        for c in table.columns:
+            value = _text(lines[c.key][i].strip(), 0, row.cells.get(c.key))
+            grid.add_row(Padding(Text(c.header), (0, 0, 0, 2)), value)
+    return grid
+
+
+def to_terminal(table: Table, width: int = 80) -> str:
+    """The terminal table as plain text, for logs and files."""
+    console = Console(width=width, file=io.StringIO(), color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(to_rich(table))
+    lines = (line.rstrip() for line in capture.get().splitlines())
+    return "\n".join(lines) + "\n"
+
+
+# --- Markdown ------------------------------------------------------------------------------------
+def to_markdown(table: Table) -> str:
+    """GitHub's Markdown, readable as plain text too."""
+    columns = [["", *(_md(row.label) for row in table.rows)]]
+    for column in table.columns:
+        texts = [_md(line) for line in _lines(table, column)]
+        cells = zip(texts, table.cells(column), strict=True)
+        bold = [f"**{text.strip()}**" if _marked(cell) else text for text, cell in cells]
+        columns.append([_md(column.header), *bold])
+    wide = [max(3, *map(len, column)) for column in columns]
+    lines = [
+        "| "
+        + " | ".join(
+            text.ljust(w) if i == 0 else text.rjust(w)
+            for i, (text, w) in enumerate(zip(line, wide, strict=True))
+        )
+        + " |"
+        for line in zip(*columns, strict=True)
+    ]
+    rule = "|:" + "-" * (wide[0] + 1) + "|" + "".join("-" * (w + 1) + ":|" for w in wide[1:])
+    notes = [f"- {_md(note)}" for note in table.footnotes()]
+    title = [f"**{_md(table.title)}**", ""] if table.title else []
+    return "\n".join([*title, lines[0], rule, *lines[1:], *([""] if notes else []), *notes]) + "\n"
+
+
+def _md(text: str) -> str:
+    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", " ".join(text.splitlines()))
+
+
+# --- CSV -----------------------------------------------------------------------------------------
+def to_csv(table: Table) -> str:
+    """Every number in full precision, its standard error in a column of its own.
+
+    A cell never measured is empty; a diverged one says "div.", so that a reader who averages the
+    column stumbles instead of skipping it.
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    keys = [(column.key, f"{column.key}_standard_error") for column in table.columns]
+    writer.writerow(["label", *(key for pair in keys for key in pair)])
+    for row in table.rows:
+        cells = (_csv(row.cells.get(column.key)) for column in table.columns)
+        writer.writerow([row.label, *(text for pair in cells for text in pair)])
+    return out.getvalue()
+
+
+def _csv(cell: Cell) -> tuple[str, str]:
+    if cell is None or isinstance(cell, str):
+        return cell or "", ""
+    if cell.diverged:
+        return DIVERGED, ""
+    return repr(float(cell.value)), "" if cell.error is None else repr(float(cell.error))
+
+
+# --- LaTeX ---------------------------------------------------------------------------------------
+def to_latex(table: Table) -> str:
+    """A `table` environment for the packages booktabs and (for Greek and ±) nothing else."""
+    columns = []
+    for column in table.columns:
+        cells = table.cells(column)
+        pairs = parts(cells, column.digits)
+        columns.append([_tex_cell(*both) for both in zip(pairs, cells, strict=True)])
+    header = " & ".join(["", *(_tex(column.header) for column in table.columns)])
+    rows = [
+        " & ".join([_tex_start(row.label), *(column[i] for column in columns)])
+        for i, row in enumerate(table.rows)
+    ]
+    notes = [f"\\par\\footnotesize {_tex(note)}" for note in table.footnotes()]
+    lines = [
+        r"\begin{table}", r"\centering", rf"\caption{{{_tex(table.title)}}}",
+        rf"\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule",
+        header + r" \\", r"\midrule", *(row + r" \\" for row in rows), r"\bottomrule",
+        r"\end{tabular}", *notes, r"\end{table}",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _tex_cell(pair: tuple[str, str], cell: Cell) -> str:
+    number, error = pair
+    if not isinstance(cell, Estimate) or cell.diverged:
+        return _tex(number.strip())
+    shown = number.strip()
+    if error.strip():
+        # an invisible digit per missing one keeps the decimals of a right-aligned column in line
+        missing = len(error) - len(error.lstrip())
+        pad = rf"\phantom{{{'0' * missing}}}" if missing else ""
+        shown += rf" \pm {pad}{error.strip()}"
+    return rf"$\mathbf{{{shown}}}$" if _marked(cell) else f"${shown}$"
+
+
+_GREEK = (
+    "alpha beta gamma delta varepsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau "
+    "varphi chi psi omega Gamma Delta Theta Lambda Pi Phi Psi Omega"
+)
+_TEX = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "%": r"\%",
+    "#": r"\#", "_": r"\_", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$",
+    ">": "$>$", "±": r"$\pm$", "×": r"$\times$", "·": r"$\cdot$", "²": "$^2$", "√": r"$\surd$",
+    "−": "$-$", "–": "--", "—": "---", "≤": r"$\le$", "≥": r"$\ge$", "≈": r"$\approx$",
+    "∈": r"$\in$", "∇": r"$\nabla$", "‖": r"$\|$", "…": r"\dots{}", "Σ": r"$\Sigma$",
+    "→": r"$\to$", "\n": " ",
+    **{letter: rf"$\{name}$" for letter, name in zip(
+        "αβγδεζηθικλμνξπρστφχψωΓΔΘΛΠΦΨΩ",
+        _GREEK.split(),
+        strict=True,
+    )},
+}  # fmt: skip
+
+
+def _tex(text: str) -> str:
+    return "".join(_TEX.get(letter, letter) for letter in text)
+
+
+def _tex_start(text: str) -> str:
+    """After the row end of the line above, a leading * or [ would be read as its option."""
+    return ("{}" if text.startswith(("*", "[")) else "") + _tex(text)
+
+
+RENDERERS: dict[str, Callable[[Table], str]] = {
+    "terminal": to_terminal,
+    "markdown": to_markdown,
+    "csv": to_csv,
+    "latex": to_latex,
+}
+
+
+def render(table: Table, format: str) -> str:
+    """The table as text in one of the formats of `RENDERERS`."""
+    if format not in RENDERERS:
+        raise unknown("table format", format, RENDERERS)
+    return RENDERERS[format](table)

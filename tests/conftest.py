@@ -1,0 +1,21 @@
+"""Set-up of all tests: shape checks on, one thread, small helpers shared by the folders."""
+
+from __future__ import annotations
+
+from jaxtyping import install_import_hook
+
+install_import_hook("fairvar", "typecheck.checker")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+# No deadline: the machines that run the tests are noisy, and speed is for the benchmark.
+settings.register_profile("tests", deadline=None, derandomize=True)
+settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """xdist starts a process per core; more threads would only fight over them."""
+    torch.set_num_threads(1)
