@@ -39,7 +39,7 @@ WRONG = {
     "empty client": ({"train": [(X, Y), (X[:0], Y[:0])]}, "train, client 1 is empty"),
     "empty test": ({"train": [(X, Y)], "test": [(X[:0], Y[:0])]}, "test holds no sample at all"),
     "uint8": ({"train": [(X.astype(np.uint8), Y)]}, "client 0: x is uint8; scale"),
-    "mixed shapes": ({"train": [(X, Y), pair(3, 4)]}, r"differ in shape: \(4,\)"),
+    "mixed shapes": ({"train": [(X, Y), pair(3, 4)]}, r"differ in shape: x \(4,\)"),
     "mixed target shapes": ({"train": [(X, Y * 1.0), (X, Y[:, None] * 1.0)]}, "differ in shape"),
     "mixed target kinds": ({"train": [(X, Y), (X, Y * 1.0)]}, "targets mix"),
     "fewer valid clients": (

@@ -63,6 +63,11 @@ class Schedule:
         return largest if self.batch_size is None else min(self.batch_size, largest)
 
     @property
+    def lengths(self) -> list[int]:
+        """Samples in each client's first step."""
+        return [min(size, self.width) for size in self.split.counts.tolist()]
+
+    @property
     def order(self) -> list[int]:
         """Clients with the most steps first, so that those still active are always a prefix."""
         return sorted(range(len(self.steps)), key=lambda i: -self.steps[i])

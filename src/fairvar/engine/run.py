@@ -30,6 +30,7 @@ class Run:
     clip_norm: float | None
     chunk: int  # clients per vectorised call, a multiple of TILE
     piece: int  # samples per pooled call
+    block: int  # samples per block of the blocked path
     share: Float64[Tensor, " n"]
     ids: Int64[Tensor, " n"]
 
@@ -82,6 +83,32 @@ def pooled_piece(task: Task, x: Tensor) -> int:
     made inside the kernels, so the cut decides the last bits and must not vary."""
     budget = (8 if x.is_cuda else 1) << 30
     return max(64, budget // (3 * activation_floats(task, x) * _itemsize(task.params)))
+
+
+def block_width(task: Task, x: Tensor, lengths: list[int]) -> int:
+    """Samples per block: the power of two that costs least in padding and block gradients.
+
+    `lengths` are the clients' batch sizes. Batch norm needs a client's samples in one block.
+    """
+    largest = max(lengths)
+    if task.batch_norm:
+        return largest
+    per_sample, per_block = activation_floats(task, x), size(task.params)
+    widths = [w for w in (4, 8, 16, 32, 64, 128) if w < largest] + [largest]
+
+    def cost(width: int) -> int:
+        blocks = sum(-(-length // width) for length in lengths)
+        return blocks * (width * per_sample + per_block)
+
+    return min(widths, key=cost)
+
+
+def fits_blocked(task: Task, x: Tensor, lengths: list[int], width: int, clients: int) -> bool:
+    """Whether all block gradients may be held at once. A fixed limit: it decides the last bits."""
+    blocks = sum(-(-length // width) for length in lengths)
+    activations = 6 * blocks * width * activation_floats(task, x)
+    floats = 3 * (blocks + clients) * size(task.params) + activations
+    return floats * _itemsize(task.params) <= (32 if x.is_cuda else 2) << 30
 
 
 def chunk_for_memory(task: Task, x: Tensor, width: int, curvature: bool) -> int:

@@ -24,7 +24,7 @@ class TrainSettings(Checked, frozen=True, kw_only=True):
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     dtype: Literal["float32", "float64"] = "float32"
     device: str = "cpu"
-    engine: Literal["auto", "reference", "pooled", "vmapped"] = "auto"
+    engine: Literal["auto", "reference", "pooled", "blocked", "vmapped"] = "auto"
     chunk: Count | None = None
 
     def check(self) -> None:

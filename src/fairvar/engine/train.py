@@ -10,11 +10,19 @@ from torch import nn
 
 from fairvar._version import __version__
 from fairvar.engine.batches import Schedule
+from fairvar.engine.blocked import blocked_round
 from fairvar.engine.losses import LossFunction
 from fairvar.engine.pooled import pooled_round
 from fairvar.engine.record import Book, Observation
 from fairvar.engine.reference import reference_round
-from fairvar.engine.run import Run, chunk_for_memory, pooled_piece, whole_tiles
+from fairvar.engine.run import (
+    Run,
+    block_width,
+    chunk_for_memory,
+    fits_blocked,
+    pooled_piece,
+    whole_tiles,
+)
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.state import Outcome, State, advance, initial_state
 from fairvar.engine.task import Task, make_task
@@ -57,7 +65,7 @@ def train(
     batch_size: samples per local step; None takes all of a client's samples.
     local_steps, local_epochs: work per client and round; give one of them.
     loss: "cross_entropy", "mse" (½ squared error) or (outputs, targets) -> one loss per sample.
-    engine: "auto" picks the pooled or the vmapped path; "reference" is the plain loop.
+    engine: "auto" picks the pooled, blocked or vmapped path; "reference" is the plain loop.
     evaluate_every: evaluate all clients after every so many rounds, and after the last.
     clip_norm: cut each client's direction to this norm (off by default).
     chunk: clients per vectorised call, by default what fits in memory; results do not change.
@@ -132,16 +140,25 @@ def choose_path(run: Run, engine: str) -> str:
         if engine == "auto":
             return "reference"
         raise BadInput(f"engine={engine!r} cannot run this model: " + "; ".join(task.loop_only))
-    reasons = [
+    norms = method.uses_norms or run.clip_norm is not None
+    needs = [
         (not run.schedule.one_step, "several local steps"),
         (method.curvature > 0, "curvature"),
-        (method.uses_norms, "norms of client updates"),
-        (run.clip_norm is not None, "clip_norm"),
+        (norms, "norms of client updates"),
     ]
-    found = [why for applies, why in reasons if applies]
+    found = [why for applies, why in needs if applies]
+    blockable = run.schedule.one_step and not (norms and method.curvature > 0)
     if engine == "pooled" and found:
-        raise BadInput(f'engine="pooled" cannot do {" and ".join(found)}; use "auto" or "vmapped"')
-    return "vmapped" if found or engine == "vmapped" else "pooled"
+        raise BadInput(f'engine="pooled" cannot do {" and ".join(found)}; use "auto"')
+    if engine == "blocked" and not blockable:
+        raise BadInput(f'engine="blocked" cannot do {" and ".join(found)}; use "auto"')
+    if engine != "auto":
+        return engine
+    if not found:
+        return "pooled"
+    x, lengths = run.federation.train.x, run.schedule.lengths
+    fits = blockable and fits_blocked(task, x, lengths, run.block, run.clients)
+    return "blocked" if fits else "vmapped"
 
 
 def _round(run: Run, path: str, state: State, t: int, seen: Observation | None) -> Outcome:
@@ -151,10 +168,10 @@ def _round(run: Run, path: str, state: State, t: int, seen: Observation | None) 
     if path == "vmapped":
         return vmapped_round(run, state, t, watch)
     if watch is not None:
-        # The pooled path never forms the clients' own models. They are computed beside it, and
-        # the round itself stays the same, so that evaluating does not change the training.
+        # These paths never form the clients' own models. They are computed beside them, and the
+        # round itself stays the same, so that evaluating does not change the training.
         vmapped_round(run, state, t, watch)
-    return pooled_round(run, state, t)
+    return pooled_round(run, state, t) if path == "pooled" else blocked_round(run, state, t)
 
 
 def _make_run(task: Task, data: Federation, method: Method, settings: TrainSettings) -> Run:
@@ -179,6 +196,7 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
         clip_norm=settings.clip_norm,
         chunk=whole_tiles(fitting),
         piece=pooled_piece(task, x),
+        block=block_width(task, x, schedule.lengths),
         share=method.share(data.sizes).to(x.device),
         ids=torch.arange(data.clients, device=x.device),
     )

@@ -49,6 +49,7 @@ class Method(Checked, frozen=True, tag_field="name"):
     these names mean the same in every method that has them: `exact`, `weights` and `losses`.
     """
 
+    title: ClassVar[str] = ""  # as papers write it; the class name by default
     reference: ClassVar[str] = ""  # the paper, for `fairvar methods`
     reveals: ClassVar[tuple[str, ...]] = ("model update",)  # what leaves a client
     sums_suffice: ClassVar[bool] = True  # could run on sums over clients (secure aggregation)
@@ -140,4 +141,4 @@ class Method(Checked, frozen=True, tag_field="name"):
     @property
     def label(self) -> str:
         """The name in tables; exact variants carry a star."""
-        return type(self).__name__ + ("*" if self.probes else "")
+        return (self.title or type(self).__name__) + ("*" if self.probes else "")

@@ -22,6 +22,7 @@ class QFFL(Method, frozen=True, tag="qffl"):
     f_i(x^t) at the model received, not after training. Buffers are averaged and not in the norm.
     """
 
+    title: ClassVar[str] = "q-FFL"
     reference: ClassVar[str] = "Li, Sanjabi, Beirami, Smith 2020"
     reveals: ClassVar[tuple[str, ...]] = ("scaled update", "step bound h")
     fairness_knob: ClassVar[str | None] = "q"

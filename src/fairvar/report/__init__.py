@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fairvar.report import figures
 from fairvar.report.render import (
     RENDERERS,
     render,
@@ -27,6 +28,7 @@ __all__ = [
     "Estimate",
     "Row",
     "Table",
+    "figures",
     "mean_and_standard_error",
     "render",
     "to_csv",

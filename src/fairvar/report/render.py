@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions
 from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -35,6 +35,14 @@ def _two_lines(number: str, error: str) -> str:
     return number.rjust(wide) + (f"\n{'± ' + error:>{wide}}" if error.strip() else "")
 
 
+def _words(table: Table, column: Column) -> bool:
+    """A column that holds words and no numbers is read from the left."""
+    cells = table.cells(column)
+    return any(isinstance(c, str) for c in cells) and not any(
+        isinstance(c, Estimate) for c in cells
+    )
+
+
 def _lines(table: Table, column: Column) -> list[str]:
     return [_line(*pair) for pair in parts(table.cells(column), column.digits)]
 
@@ -49,10 +57,14 @@ class _Fitting(RichTable):
 
     source: Table
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[Text | RichTable]:
         table, width = self.source, options.max_width
         yield Text(table.title, style="bold")
-        yield _grid(table, _line, width) or _grid(table, _two_lines, width) or _stacked(table)
+        yield (
+            _grid(table, _line, width) or _grid(table, _two_lines, width) or _stacked(table, width)
+        )
         for note in table.footnotes():
             yield Text(note, style="dim")
 
@@ -65,26 +77,46 @@ def to_rich(table: Table) -> RichTable:
 
 
 def _grid(table: Table, write: Callable[[str, str], str], width: int) -> RichTable | None:
-    """Headers fold between words if they must, numbers never do; None if it cannot fit."""
+    """Headers and columns of words fold if they must, numbers never do; None if it cannot fit."""
     headers = ["", *(column.header for column in table.columns)]
+    words = [False, *(_words(table, column) for column in table.columns)]
     columns = [[row.label for row in table.rows]]
     for column in table.columns:
         columns.append([write(*pair) for pair in parts(table.cells(column), column.digits)])
-    least = [_widest([*h.split(), *cells]) for h, cells in zip(headers, columns, strict=True)]
-    full = [max(cell_len(h), wide) for h, wide in zip(headers, least, strict=True)]
-    gaps = 2 * (len(headers) - 1)
-    widths = full if sum(full) + gaps <= width else least
-    if sum(widths) + gaps > width:
+    widths = _widths(headers, columns, words, width)
+    if widths is None:
         return None
     # SIMPLE_HEAD has a blank between columns, which together with one of padding is the gap
     grid = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for header, wide in zip(headers, widths, strict=True):
-        grid.add_column(Text(header, justify="right"), width=wide)
+    for header, wide, word in zip(headers, widths, words, strict=True):
+        grid.add_column(Text(header, justify="left" if word else "right"), width=wide)
     for i, row in enumerate(table.rows):
-        cells = zip(columns[1:], widths[1:], table.columns, strict=True)
-        texts = [_text(lines[i], wide, row.cells.get(c.key)) for lines, wide, c in cells]
+        cells = zip(columns[1:], widths[1:], words[1:], table.columns, strict=True)
+        texts = [
+            Text(lines[i].strip()) if word else _text(lines[i], wide, row.cells.get(c.key))
+            for lines, wide, word, c in cells
+        ]
         grid.add_row(Text(row.label, no_wrap=True), *texts)
     return grid
+
+
+def _widths(
+    headers: list[str], columns: list[list[str]], words: list[bool], width: int
+) -> list[int] | None:
+    """Of each column: as wide as it likes; else as narrow as it can, the rest to the words."""
+    least, full = [], []
+    for header, cells, word in zip(headers, columns, words, strict=True):
+        whole = [cell.strip() if word else cell for cell in cells]
+        least.append(_widest(header.split() + (" ".join(whole).split() if word else whole)))
+        full.append(_widest([header, *whole]))
+    spare = width - 2 * (len(headers) - 1)
+    if sum(full) <= spare:
+        return full
+    spare -= sum(least)
+    for i in (i for i, word in enumerate(words) if word):
+        more = max(0, min(spare, full[i] - least[i]))
+        least[i], spare = least[i] + more, spare - more
+    return least if spare >= 0 else None
 
 
 def _widest(texts: Sequence[str]) -> int:
@@ -97,17 +129,26 @@ def _text(lines: str, width: int, cell: Cell) -> Text:
     return Text("\n".join(right), style="bold" if _marked(cell) else "", no_wrap=True)
 
 
-def _stacked(table: Table) -> RichTable:
+def _stacked(table: Table, width: int) -> RichTable:
     """One line per cell: what is left in a very narrow terminal."""
-    grid = RichTable(box=None, pad_edge=False, show_header=False)
-    lines = {column.key: _lines(table, column) for column in table.columns}
-    grid.add_column()
-    grid.add_column(min_width=_widest([line for column in lines.values() for line in column]))
-    for i, row in enumerate(table.rows):
-        grid.add_row(Text(row.label, style="bold"), "")
+    numbers = [
+        _line(*parts([cell], column.digits)[0])
+        for column in table.columns
+        for cell in table.cells(column)
+        if isinstance(cell, Estimate)
+    ]
+    names = _widest([row.label for row in table.rows] + ["  " + c.header for c in table.columns])
+    names = min(names, max(1, width - 1 - _widest(numbers)))
+    grid = RichTable(box=None, pad_edge=False, show_header=False, padding=(0, 1, 0, 0))
+    grid.add_column(width=names)
+    grid.add_column(width=max(1, width - 1 - names))
+    for row in table.rows:
+        grid.add_row(Text(row.label, style="bold", overflow="fold"), "")
         for c in table.columns:
-            value = _text(lines[c.key][i].strip(), 0, row.cells.get(c.key))
-            grid.add_row(Padding(Text(c.header), (0, 0, 0, 2)), value)
+            cell = row.cells.get(c.key)
+            value = _line(*parts([cell], c.digits)[0])
+            shown = Text(value, style="bold" if _marked(cell) else "", overflow="fold")
+            grid.add_row(Padding(Text(c.header, overflow="fold"), (0, 0, 0, 2)), shown)
     return grid
 
 
@@ -128,21 +169,26 @@ def to_markdown(table: Table) -> str:
         texts = [_md(line) for line in _lines(table, column)]
         cells = zip(texts, table.cells(column), strict=True)
         bold = [f"**{text.strip()}**" if _marked(cell) else text for text, cell in cells]
-        columns.append([_md(column.header), *bold])
-    wide = [max(3, *map(len, column)) for column in columns]
-    lines = [
-        "| "
-        + " | ".join(
-            text.ljust(w) if i == 0 else text.rjust(w)
-            for i, (text, w) in enumerate(zip(line, wide, strict=True))
+        columns.append(
+            [_md(column.header), *(x.strip() if _words(table, column) else x for x in bold)]
         )
-        + " |"
+    wide = [max(3, *map(len, column)) for column in columns]
+    left = [True, *(_words(table, column) for column in table.columns)]
+    lines = [
+        "| " + " | ".join(map(_place, line, wide, left)) + " |"
         for line in zip(*columns, strict=True)
     ]
-    rule = "|:" + "-" * (wide[0] + 1) + "|" + "".join("-" * (w + 1) + ":|" for w in wide[1:])
+    rule = "|" + "|".join(
+        ":" + "-" * (w + 1) if start else "-" * (w + 1) + ":"
+        for w, start in zip(wide, left, strict=True)
+    ) + "|"  # fmt: skip
     notes = [f"- {_md(note)}" for note in table.footnotes()]
     title = [f"**{_md(table.title)}**", ""] if table.title else []
     return "\n".join([*title, lines[0], rule, *lines[1:], *([""] if notes else []), *notes]) + "\n"
+
+
+def _place(text: str, width: int, left: bool) -> str:
+    return text.ljust(width) if left else text.rjust(width)
 
 
 def _md(text: str) -> str:
@@ -182,6 +228,7 @@ def to_latex(table: Table) -> str:
         cells = table.cells(column)
         pairs = parts(cells, column.digits)
         columns.append([_tex_cell(*both) for both in zip(pairs, cells, strict=True)])
+    sides = "".join("l" if _words(table, column) else "r" for column in table.columns)
     header = " & ".join(["", *(_tex(column.header) for column in table.columns)])
     rows = [
         " & ".join([_tex_start(row.label), *(column[i] for column in columns)])
@@ -190,7 +237,7 @@ def to_latex(table: Table) -> str:
     notes = [f"\\par\\footnotesize {_tex(note)}" for note in table.footnotes()]
     lines = [
         r"\begin{table}", r"\centering", rf"\caption{{{_tex(table.title)}}}",
-        rf"\begin{{tabular}}{{l{'r' * len(columns)}}}", r"\toprule",
+        rf"\begin{{tabular}}{{l{sides}}}", r"\toprule",
         header + r" \\", r"\midrule", *(row + r" \\" for row in rows), r"\bottomrule",
         r"\end{tabular}", *notes, r"\end{table}",
     ]  # fmt: skip

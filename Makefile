@@ -1,0 +1,43 @@
+# Every target sets up .venv by itself and is quick when nothing changed.
+.DELETE_ON_ERROR:
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test fast check bench clean
+help:
+	@echo "make demo   set up and run all methods on embedded data (about a minute)"
+	@echo "make test   set up and run all tests"
+	@echo "make fast   the quick tests only"
+	@echo "make check  format, lint, types"
+	@echo "make bench  speed against a plain client loop, as ratios"
+
+# torch first and alone, pinned: only this spelling is sure to take the CPU build where one lies on
+# disk, and later requirements find it installed.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fairvar needs Python 3.11 or newer"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/fairvar demo
+
+test: $(READY)
+	$(BIN)/pytest -n auto
+
+fast: $(READY)
+	$(BIN)/pytest -n auto -m "not slow"
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python benchmarks/rounds.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

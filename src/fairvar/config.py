@@ -1,0 +1,244 @@
+"""`Config`: everything a run depends on, as one checked value with a fingerprint.
+
+TOML file and `key=value` overrides are merged first and converted once, so both get the same
+checks. Unknown keys are refused with the nearest known one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+
+import msgspec
+import tomli_w
+
+from fairvar.checked import Checked, Count, Fraction
+from fairvar.data import DATASETS, Dirichlet, Partition
+from fairvar.engine.losses import LOSSES
+from fairvar.engine.settings import EvaluateSettings, TrainSettings
+from fairvar.errors import BadInput, suggestion, unknown
+from fairvar.methods import METHODS, FedAvg, Method
+from fairvar.models import MODELS
+from fairvar.select import Criterion
+
+Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+# Where a run happens does not change what it is.
+NOT_IN_FINGERPRINT = ("name", "train.device", "train.chunk")
+
+
+class DataConfig(Checked, frozen=True, kw_only=True):
+    """The data set and how each client's part is split. The seed here draws the partition only."""
+
+    __where__: ClassVar[str | None] = "data"
+
+    name: str = "mnist_1000"
+    clients: Count = 50
+    seed: Seed = 0
+    split: tuple[Fraction, Fraction, Fraction] = (0.8, 0.1, 0.1)
+    holdout: Literal["auto", "split", "pool"] = "auto"
+    pool_samples: Count = 200
+
+    def check(self) -> None:
+        if self.name not in DATASETS:
+            raise unknown("data.name", self.name, DATASETS)
+
+
+class ModelConfig(Checked, frozen=True, kw_only=True):
+    __where__: ClassVar[str | None] = "model"
+
+    name: str = "multinomial"
+    loss: str = "cross_entropy"
+
+    def check(self) -> None:
+        if self.name not in MODELS:
+            raise unknown("model.name", self.name, MODELS)
+        if self.loss not in LOSSES:
+            raise unknown("model.loss", self.loss, LOSSES)
+
+
+class Config(Checked, frozen=True, kw_only=True):
+    """One run. `protocol` "boxes": one local step, as the algorithms are written; "tables": one
+    local epoch and the client's own model, as the paper's tables were most likely made."""
+
+    name: str = "run"
+    protocol: Literal["boxes", "tables"] = "boxes"
+    data: DataConfig = DataConfig()
+    partition: Partition = Dirichlet(alpha=0.1)
+    model: ModelConfig = ModelConfig()
+    method: Any = FedAvg()
+    train: TrainSettings = TrainSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    select: Criterion = Criterion()
+
+    @staticmethod
+    def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
+        """Read a TOML file, apply `key=value` overrides, check everything."""
+        return Config.from_dict(_merge(_read(Path(path)), overrides))
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Config:
+        values = {key: dict(v) if isinstance(v, Mapping) else v for key, v in values.items()}
+        _check_keys(values)
+        if values.get("protocol") == "tables":
+            train = values.setdefault("train", {})
+            if "local_steps" not in train:
+                train.setdefault("local_epochs", 1)
+            values.setdefault("select", {}).setdefault("model", "local")
+        try:
+            method = msgspec.convert(values.get("method", {"name": "fedavg"}), _union(METHODS))
+        except msgspec.ValidationError as error:
+            raise _located(error, "method") from None
+        try:
+            return msgspec.convert({**values, "method": method}, Config)
+        except msgspec.ValidationError as error:
+            raise _located(error) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values with all defaults filled in; None, which TOML lacks, left out."""
+        return _without_none(msgspec.to_builtins(self, builtin_types=()))
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.to_dict())
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the canonical form: the same for the same computation on any machine."""
+        values = self.to_dict()
+        for dotted in NOT_IN_FINGERPRINT:
+            *path, last = dotted.split(".")
+            reduce(lambda d, k: d.get(k, {}), path, values).pop(last, None)
+        text = json.dumps(_canonical(values), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _union(kinds: Mapping[str, type[Method]]) -> Any:
+    return reduce(or_, kinds.values())
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadInput(
+            f"{path} does not exist; give a TOML file (see configs/quick.toml)"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} cannot be read as text: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise BadInput(f"{path} is not valid TOML: {error}") from None
+
+
+def _merge(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`train.lr=0.5` sets values["train"]["lr"]; the right side is TOML, or else a string.
+
+    Another method name or partition name drops the options of the one that it replaces.
+    """
+    for text in overrides:
+        key, sign, right = text.partition("=")
+        if not sign or not key:
+            raise BadInput(f"override {text!r} must look like train.lr=0.1")
+        *path, last = key.strip().split(".")
+        section = values
+        for part in path:
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise BadInput(f"override {key}: {part} is a value, not a section")
+        if path and path[-1] in ("method", "partition") and last == "name":
+            section.clear()
+        section[last] = _value(right.strip())
+    return values
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _check_keys(values: Mapping[str, Any]) -> None:
+    """Every key must be known; the nearest one is suggested."""
+    sections = {f.name: f.type for f in msgspec.structs.fields(Config)}
+    _refuse_unknown(values, sections, "")
+    for name in ("method", "partition"):
+        _check_tagged(values, name)
+    for name in ("data", "model", "train", "evaluate", "select"):
+        section = values.get(name, {})
+        if not isinstance(section, Mapping):
+            raise BadInput(f"{name} = {section!r} must be a section: write [{name}]")
+        _refuse_unknown(section, _fields(sections[name]), name)
+
+
+def _check_tagged(values: Mapping[str, Any], name: str) -> None:
+    """Sections whose `name` decides which keys they may have."""
+    if name not in values:
+        return
+    kinds: dict[str, Any] = dict(METHODS)
+    if name == "partition":
+        kinds = {str(k.__struct_config__.tag): k for k in get_args(Partition)}
+    section = values[name]
+    if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
+        raise BadInput(f'{name} needs a name, such as [{name}] name = "{next(iter(kinds))}"')
+    if section["name"] not in kinds:
+        raise unknown(f"{name}.name", section["name"], kinds)
+    _refuse_unknown(section, {"name": str} | _fields(kinds[section["name"]]), name)
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    return {f.name: f.type for f in msgspec.structs.fields(kind)}
+
+
+def _refuse_unknown(section: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:
+    for key in section:
+        if key not in known:
+            dotted = f"{where}.{key}" if where else key
+            raise BadInput(f"unknown key {dotted}: {suggestion(key, known)}")
+
+
+def _located(error: msgspec.ValidationError, prefix: str = "") -> BadInput:
+    """msgspec's message with the path of the key in front; our own messages name it already."""
+    if isinstance(error.__cause__, BadInput):
+        return error.__cause__
+    text, _, path = str(error).partition(" - at `$")
+    where = (prefix + path.rstrip("`")).lstrip(".")
+    if text.startswith("Invalid enum value"):
+        return BadInput(
+            f"{where} = {text.split()[-1]}: {suggestion(text.split()[-1], _choices(where))}"
+        )
+    text = text.replace("Expected `", "must be `").replace("Object missing required field", "needs")
+    return BadInput(f"{where}: {text.replace('`', '')}")
+
+
+def _choices(where: str) -> list[str]:
+    """The values that a key with a fixed list of them can have."""
+    kinds = [Config, *METHODS.values(), *get_args(Partition), *_fields(Config).values()]
+    key = where.rsplit(".", 1)[-1].split("[")[0]
+    fields = [_fields(k) for k in kinds if isinstance(k, type) and issubclass(k, Checked)]
+    return [str(c) for f in fields if key in f for c in _literals(f[key])]
+
+
+def _literals(kind: Any) -> list[Any]:
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [value for inner in get_args(kind) for value in _literals(inner)]
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _canonical(value: Any) -> Any:
+    """Floats by their bits, so that no formatting rule can change a fingerprint."""
+    if isinstance(value, dict):
+        return {k: _canonical(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_canonical(v) for v in value]
+    return value.hex() if isinstance(value, float) else value

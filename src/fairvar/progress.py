@@ -1,0 +1,51 @@
+"""Progress on stderr: a bar for people at a terminal, a line now and then for logs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Report(Protocol):
+    def __call__(self, done: int, total: int, what: str) -> None: ...
+
+
+@contextmanager
+def progress(title: str, quiet: bool = False) -> Iterator[Report]:
+    """`report(done, total, what)` as often as you like; it never writes to stdout."""
+    console = Console(stderr=True)
+    if quiet:
+        yield lambda done, total, what: None
+    elif console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+                   TimeRemainingColumn(), TextColumn("{task.fields[what]}"))  # fmt: skip
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(title, what="")
+            yield lambda done, total, what: bar.update(task, completed=done, total=total, what=what)
+    else:
+        yield _lines(title)
+
+
+def _lines(title: str) -> Report:
+    started = time.monotonic()
+    last = started
+
+    def report(done: int, total: int, what: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < SECONDS_BETWEEN_LINES and done < total:
+            return
+        last = now
+        spent = now - started
+        left = f", about {spent / done * (total - done):.0f} s left" if 0 < done < total else ""
+        print(f"{title}: {done}/{total} ({what}) after {spent:.0f} s{left}", file=sys.stderr)
+
+    return report

@@ -1,0 +1,71 @@
+"""From results to figures: the arrays that `figures` draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fairvar.errors import BadInput
+from fairvar.federation import Federation
+from fairvar.report import figures
+from fairvar.report.results import Result, Trial, noise_floor
+from fairvar.report.table import mean_and_standard_error
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def accuracy_figure(results: Sequence[Result], model: str = "global") -> Figure:
+    """Test accuracy of every client, sorted, a panel per method."""
+    found = {r.label: r.client_accuracy(model) for r in results}
+    return figures.client_accuracies({k: v for k, v in found.items() if v is not None})
+
+
+def front_figure(trials: Sequence[Trial], results: Sequence[Result]) -> Figure:
+    """Every configuration after its last round, and the chosen ones at the chosen round."""
+    return figures.front(list(_points(trials, results)), noise_floor(results))
+
+
+def _points(trials: Sequence[Trial], results: Sequence[Result]) -> Iterator[figures.Point]:
+    for trial in trials:
+        if not trial.diverged:
+            yield _point(trial, -1, chosen=False)
+    for result in results:
+        if result.at is not None:
+            yield _point(result.trial, result.at, chosen=True)
+
+
+def _point(trial: Trial, at: int, chosen: bool) -> figures.Point:
+    found = trial.test("global", at)
+    accuracy = mean_and_standard_error(f.mean for f in found)
+    variance = mean_and_standard_error(f.variance_over_clients for f in found)
+    return figures.Point(
+        trial.label,
+        accuracy.value,
+        variance.value,
+        chosen,
+        accuracy.standard_error,
+        variance.standard_error,
+    )
+
+
+def partition_figure(federation: Federation) -> Figure:
+    """Training samples of each class at each client, with the heterogeneity numbers."""
+    if federation.classes is None:
+        raise BadInput(f"{federation.name} has no classes: there is no partition to draw")
+    split, classes, sizes = federation.train, federation.classes, federation.sizes
+    cells = (split.client * classes + split.y).numpy()
+    counts = np.bincount(cells, minlength=federation.clients * classes)
+    passport = federation.passport
+    numbers = {"training samples": f"{int(sizes.min())} to {int(sizes.max())} per client"}
+    for key, name, form in (
+        ("mean_total_variation", "total variation", "{:.2f} from the pooled labels"),
+        ("effective_classes", "effective classes", "{:.1f} per client"),
+        ("majority_share", "majority share", "{:.0%}"),
+    ):
+        if key in passport:
+            numbers[name] = form.format(passport[key])
+    title = f"{federation.name}, {federation.clients} clients"
+    return figures.partition(counts.reshape(federation.clients, classes), title, numbers)

@@ -1,0 +1,210 @@
+"""The contract over every method and option, and over methods that are wrong on purpose.
+
+A check that cannot fail proves nothing: each broken method below must fail the check it names, and
+the right method beside it must pass the same check.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from broken import (
+    ByPlace,
+    Cheap,
+    Dice,
+    DoublePower,
+    Erfc,
+    FirstClientOnly,
+    FlippedCurvature,
+    Forgetful,
+    HalfCurvature,
+    Hoarder,
+    LovesGoodClients,
+    MixedWeights,
+    OldGradient,
+    Overflowing,
+    Overweight,
+    PeeksAtOthers,
+    Reversed,
+    Secretive,
+    SinglePrecision,
+    Stateful,
+    Unprojected,
+    WithoutMeanGradient,
+    WithoutNorm,
+    WithoutOuterProduct,
+    WrongSign,
+)
+
+import fairvar as fv
+from checks import (
+    descends,
+    follows_golden,
+    follows_silo_golden,
+    gradient_objective,
+    loss_objective,
+    worse_clients_weigh_more,
+)
+from fairvar.methods.response import CDFS
+from fairvar.testing import CLAUSES, check_method, federation
+
+Check = Callable[[fv.Method], None]
+
+
+def example(name: str) -> ModuleType:
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"example_{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # msgspec looks the annotations up there
+    spec.loader.exec_module(module)
+    return module
+
+
+TERM = example("own_method").TERM
+
+INSTANCES: list[fv.Method] = [
+    fv.FedAvg(),
+    fv.FedAvg(weights="size"),
+    fv.AFL(),
+    fv.AFL(step=1.0, losses="batch"),
+    fv.AFL(order="simultaneous"),
+    fv.AFL(order="simultaneous", average=True),
+    fv.QFFL(q=0.0),
+    fv.QFFL(q=0.5, weights="size"),
+    fv.QFFL(q=1.0, losses="batch"),
+    fv.QFFL(q=2.0),
+    *(
+        fv.AAggFF(variant=variant, setting=setting)
+        for variant in ("official", "paper")
+        for setting in ("cross_silo", "cross_device")
+    ),
+    *(fv.AAggFF(cdf=cdf, losses="batch") for cdf in CDFS),
+    fv.FairLoss(0.0),
+    fv.FairLoss(0.5),
+    fv.FairLoss(0.5, weights="size", losses="full"),
+    fv.FairLoss(3.0, clip_beta=True),
+    fv.FairLoss(0.5, warm_start="skip"),
+    fv.FairLoss(0.5, warm_start="exact"),
+    fv.FairLoss(0.5, exact=True),
+    fv.FairLoss(3.0, exact=True, clip_beta=True, weights="size", losses="full"),
+    fv.FairLoss(0.5, exact=True, collapsed=True),
+    fv.FairGrad(0.0),
+    fv.FairGrad(0.1),
+    fv.FairGrad(0.1, weights="size"),
+    fv.FairGrad(0.1, warm_start="skip"),
+    fv.FairGrad(0.1, warm_start="exact"),
+    fv.FairGrad(0.1, exact=True),
+    fv.FairGrad(0.1, exact=True, weights="size"),
+    TERM(tau=0.0),
+    TERM(tau=4.0),
+]
+
+
+@pytest.mark.parametrize("method", INSTANCES, ids=repr)
+def test_contract(method: fv.Method) -> None:
+    assert check_method(method) == list(CLAUSES)
+
+
+def test_every_registered_method_is_in_the_table() -> None:
+    built_in = {k for k in fv.METHODS.values() if k.__module__.startswith("fairvar.")}
+    assert built_in <= {type(m) for m in INSTANCES}
+
+
+def test_check_method_names_all_that_is_broken() -> None:
+    with pytest.raises(AssertionError, match="breaks pure") as caught:
+        check_method(fv.FedAvg(), Forgetful())
+    assert "breaks survives_a_configuration_file: it is not registered" in str(caught.value)
+    assert "FedAvg" not in str(caught.value)
+
+
+def test_check_method_wants_an_instance() -> None:
+    with pytest.raises(fv.BadInput, match="needs an instance"):
+        check_method()
+
+
+loss_variance, gradient_variance = descends(loss_objective(0.5)), descends(gradient_objective(0.2))
+SILO = follows_silo_golden("official", "logistic")
+BROKEN: list[tuple[fv.Method, fv.Method, Check]] = [  # broken, right, check
+    (WithoutMeanGradient(0.5), fv.FairLoss(0.5), follows_golden("FairLoss")),
+    (WrongSign(0.5), fv.FairLoss(0.5), follows_golden("FairLoss")),
+    (WrongSign(0.5, exact=True), fv.FairLoss(0.5, exact=True), loss_variance),
+    (
+        MixedWeights(0.5, exact=True, weights="size"),
+        fv.FairLoss(0.5, exact=True, weights="size"),
+        loss_variance,
+    ),
+    (HalfCurvature(0.2, exact=True), fv.FairGrad(0.2, exact=True), gradient_variance),
+    (FlippedCurvature(0.2), fv.FairGrad(0.2), follows_golden("FairGrad")),
+    (FlippedCurvature(0.2), fv.FairGrad(0.2), CLAUSES["engines_agree"]),
+    (OldGradient(0.2, exact=True), fv.FairGrad(0.2, exact=True), follows_golden("FairGrad*")),
+    (OldGradient(0.2, exact=True), fv.FairGrad(0.2, exact=True), gradient_variance),
+    (Unprojected(), fv.AFL(), CLAUSES["weights_sum_to_one"]),
+    (LovesGoodClients(), fv.AFL(), worse_clients_weigh_more),
+    (WithoutNorm(1.0), fv.QFFL(1.0), follows_golden("QFFL")),
+    (DoublePower(1.0), fv.QFFL(1.0), follows_golden("QFFL")),
+    (Erfc(cdf="normal"), fv.AAggFF(cdf="normal"), worse_clients_weigh_more),
+    (WithoutOuterProduct(), fv.AAggFF(), SILO),
+    (fv.AAggFF(variant="paper"), fv.AAggFF(), SILO),
+    (Overweight(), fv.FedAvg(), CLAUSES["weights_sum_to_one"]),
+    (Forgetful(), fv.AFL(), CLAUSES["pure"]),
+    (Dice(0.5), fv.FairLoss(0.5), CLAUSES["pure"]),
+    (Dice(0.5), fv.FairLoss(0.5), CLAUSES["deterministic"]),
+    (Stateful(), fv.FedAvg(), CLAUSES["pure"]),
+    (Stateful(), fv.FedAvg(), CLAUSES["can_be_continued"]),
+    (SinglePrecision(), fv.AFL(), CLAUSES["weights_are_numbers"]),
+    (Overflowing(), TERM(), CLAUSES["weights_are_numbers"]),
+    (PeeksAtOthers(0.5), fv.FairLoss(0.5), CLAUSES["coefficients_are_elementwise"]),
+    (ByPlace(), fv.AFL(), CLAUSES["weights_follow_ids"]),
+    (Hoarder(), fv.FedAvg(), CLAUSES["memory_keeps_its_shape"]),
+    (FirstClientOnly(), fv.FedAvg(), CLAUSES["equal_clients_weigh_the_same"]),
+    (FirstClientOnly(), fv.FedAvg(), CLAUSES["permuting_clients_permutes_results"]),
+    (Reversed(), fv.FedAvg(), CLAUSES["identical_clients_step_along_fedavg"]),
+    (Overflowing(), TERM(), CLAUSES["survives_a_configuration_file"]),
+    (Secretive(), fv.FedAvg(), CLAUSES["tells_people_what_it_is"]),
+    (Cheap(), fv.FedAvg(), CLAUSES["counts_its_traffic"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("broken", "right", "check"), BROKEN, ids=[f"{type(b).__name__}-{k}" for k, (b, *_) in
+                                               enumerate(BROKEN)])  # fmt: skip
+def test_a_broken_method_is_found(broken: fv.Method, right: fv.Method, check: Check) -> None:
+    check(right)
+    with pytest.raises(AssertionError):
+        check(broken)
+
+
+INDIFFERENT = (fv.QFFL(q=0.0), TERM(tau=0.0))
+RESPONSIVE = [m for m in INSTANCES if m.uses_losses and m not in INDIFFERENT]
+
+
+@pytest.mark.parametrize("method", RESPONSIVE, ids=repr)
+def test_worse_clients_weigh_more(method: fv.Method) -> None:
+    worse_clients_weigh_more(method)
+
+
+def is_fedavg_on_equal_clients(method: fv.Method) -> bool:
+    """q-FFL's step has its own length; approximate methods compare with the round before."""
+    if isinstance(method, fv.QFFL):
+        return method.q == 0
+    return method.probes or not method.uses_mean_gradient or method.strength == 0
+
+
+@pytest.mark.parametrize("clients", [1, 5])
+@pytest.mark.parametrize("method", [*filter(is_fedavg_on_equal_clients, INSTANCES)], ids=repr)
+def test_equal_clients_make_it_fedavg(method: fv.Method, clients: int) -> None:
+    data = fv.Federation.from_arrays([federation().train.of(3)] * clients, classes=3)
+    found, expected = (
+        fv.train("multinomial", data, m, rounds=4, lr=0.2, dtype=torch.float64).state.x
+        for m in (method, fv.FedAvg())
+    )
+    for name, leaf in expected.items():
+        torch.testing.assert_close(found[name], leaf, rtol=1e-10, atol=1e-12)

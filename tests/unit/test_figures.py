@@ -1,0 +1,180 @@
+"""Figures: equal bytes, honest about missing numbers, no trace left in matplotlib."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from fairvar.errors import BadInput
+from fairvar.report import figures
+from fairvar.report.figures import Point
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+METHODS = ["FedAvg", "AFL", "q-FFL", "AAggFF", "FairLoss", "FairLoss*", "FairGrad", "FairGrad*"]
+
+
+def accuracies() -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0)
+    found = {m: np.clip(draw.normal(0.9, 0.03, 50), 0, 1) for m in METHODS}
+    found["AFL"][:] = np.nan
+    found["q-FFL"][:3] = np.nan
+    return found
+
+
+def points() -> list[Point]:
+    draw = np.random.default_rng(1)
+    tried = [Point(m, *draw.normal((0.9, 9e-4), (0.01, 1e-4))) for m in METHODS for _ in range(5)]
+    best = [Point(m, *draw.normal((0.9, 9e-4), (2e-3, 5e-5)), True, 1e-3, 2e-5) for m in METHODS]
+    return [*tried, *best, Point("AFL", float("nan"), 0.0), Point("AFL", 0.1, 0.0)]
+
+
+def curves() -> Figure:
+    rounds = np.arange(0, 40, 2)
+    mean = {m: 0.9 + 0.001 * i - np.exp(-rounds / 9) for i, m in enumerate(METHODS)}
+    mean["AFL"][5:] = np.nan
+    mean["q-FFL"][:] = np.nan
+    low, high = ({m: y + d for m, y in mean.items()} for d in (-0.01, 0.01))
+    return figures.learning_curves(rounds, mean, low, high)
+
+
+def split() -> Figure:
+    counts = np.random.default_rng(2).poisson(3, (20, 12)) * 1.0
+    counts[3] = 0
+    return figures.partition(counts, "Dirichlet α = 0.1", {"total variation": "0.71"})
+
+
+def weights() -> Figure:
+    table = np.random.default_rng(3).dirichlet(np.full(10, 0.3), 30)
+    table[4:9, 2] = np.nan
+    table[11] = 0
+    return figures.weights_over_rounds(table, "AFL (step λ = 0.1)")
+
+
+DRAWN: dict[str, Callable[[], Figure]] = {
+    "accuracies": lambda: figures.client_accuracies(
+        accuracies(), {m: np.full(50, 0.02) for m in METHODS}
+    ),
+    "front": lambda: figures.front(points(), 6e-4),
+    "partition": split,
+    "curves": curves,
+    "weights": weights,
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_equal_bytes_and_no_trace(name: str, tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.rcParams["font.size"] = 23
+    before = dict(matplotlib.rcParams)
+    first = figures.save(DRAWN[name](), tmp_path / "one", "a")
+    assert dict(matplotlib.rcParams) == before
+    matplotlib.rcdefaults()
+    again = figures.save(DRAWN[name](), tmp_path / "two", "a")
+    assert [path.name for path in first] == ["a.png", "a.pdf"]
+    for a, b in zip(first, again, strict=True):
+        assert a.read_bytes() == b.read_bytes()
+    assert b"CreationDate" not in first[1].read_bytes()
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    assert pyplot is None or pyplot.get_fignums() == []
+
+
+def test_saving_moves_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figure = weights()
+    kept = [[path.read_bytes() for path in figures.save(figure, tmp_path, "a")] for _ in range(2)]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("spread", [1.0, 0.3, 0.05])
+def test_labels_of_the_front_do_not_overlap(spread: float) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.text import Text
+
+    draw = np.random.default_rng(4)
+    far = [Point("AFL", 0.88, 9e-4, True), Point("FedAvg", 0.92, 1e-3, True)]
+    near = [
+        Point(m, *draw.normal((0.9, 9.5e-4), (0.01 * spread, 4e-5 * spread)), True)
+        for m in METHODS[2:]
+    ]
+    axes = figures.front(far + near, 8.5e-4).axes[0]
+    boxes = [Text.get_window_extent(t).extents for t in axes.texts]
+    assert len(boxes) == 9
+    for i, a in enumerate(boxes):
+        assert (a[:2] >= axes.bbox.extents[:2] - 1).all()
+        assert (a[2:] <= axes.bbox.extents[2:] + 1).all()
+        for b in boxes[:i]:
+            assert figures._overlap(a, b) <= 4
+
+
+def test_names_of_curves_stay_apart() -> None:
+    got = figures._spread(np.array([10.0, 10.0, 11.0, 50.0]), 9, 0, 100)
+    assert np.diff(got).min() >= 9 - 1e-9
+    assert got[3] == 50
+    assert got[:3].mean() == pytest.approx(31 / 3)
+    squeezed = figures._spread(np.zeros(5), 9, 0, 20)
+    np.testing.assert_allclose(squeezed, [0, 5, 10, 15, 20])
+    assert len(figures._spread(np.zeros(0), 9, 0, 20)) == 0
+
+
+def test_look_is_by_method() -> None:
+    plain, exact = figures.look("FairGrad"), figures.look("FairGrad* (γ = 0.1)")
+    assert plain.marker == exact.marker
+    assert plain.dashes == "-" != exact.dashes
+    assert int(exact.colour[1:3], 16) < int(plain.colour[1:3], 16)
+    assert figures.look("FedAvg").colour == figures.GREY
+    assert figures.look("my método λ") == figures.look("my other")
+    assert figures.look("")
+
+
+def test_panels_print_what_they_show() -> None:
+    pytest.importorskip("matplotlib")
+    figure = figures.client_accuracies({"FedAvg": np.linspace(0, 1, 11), "x": [np.nan] * 11})
+    told = [axes.texts[0].get_text() for axes in figure.axes]
+    assert told == ["mean 50.0, worst 10 % 5.0", "div."]
+
+
+def test_small_and_odd_inputs() -> None:
+    pytest.importorskip("matplotlib")
+    assert figures.client_accuracies({"a*": [0.5]})
+    assert figures.client_accuracies({m: [0.5, 0.6] for m in METHODS[:5]})
+    assert figures.front([Point("α = 0.1", 0.5, 0.0)])
+    assert figures.front([Point("FedAvg", 0.5, 0.01, True, float("nan"))], float("nan"))
+    assert figures.partition([[1]])
+    assert figures.learning_curves([1], {"FedAvg": [0.5]})
+    assert figures.weights_over_rounds([[0.0]])
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: figures.client_accuracies({}),
+        lambda: figures.client_accuracies({"a": [[0.5]]}),
+        lambda: figures.front([Point("a", float("nan"), 0.0)]),
+        lambda: figures.partition([[-1]]),
+        lambda: figures.partition([1, 2]),
+        lambda: figures.learning_curves([1, 2], {"a": [0.5]}),
+        lambda: figures.weights_over_rounds([[]]),
+    ],
+)
+def test_what_is_refused(draw: Callable[[], Figure]) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(BadInput) as caught:
+        draw()
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_matplotlib_tells_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(BadInput, match=r'pip install "fairvar\[plot\]"'):
+        figures.client_accuracies({"FedAvg": [0.5]})
+    with pytest.raises(BadInput, match="matplotlib"):
+        figures.require_matplotlib()
