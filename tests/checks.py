@@ -203,19 +203,22 @@ def descends(
 
 # -- small networks and ragged image clients -------------------------------------------------------
 def images(
-    clients: int, shape: tuple[int, int, int] = (1, 8, 8), classes: int = 3, largest: int = 13
+    clients: int,
+    shape: tuple[int, int, int] = (1, 8, 8),
+    classes: int = 3,
+    sizes: tuple[int, int] = (2, 13),
 ) -> fv.Federation:
-    """Clients of 2 to `largest` noise images, each with its own brightness; small test sets."""
+    """Clients of sizes[0] to sizes[1] noise images, each with its own brightness."""
 
     def client(number: int) -> list[tuple[np.ndarray, np.ndarray]]:
         draw = np.random.default_rng((7, number))
-        sizes = (int(draw.integers(2, largest + 1)), 1 + number % 3, 2 + number % 4)
+        counts = (int(draw.integers(sizes[0], sizes[1] + 1)), 1 + number % 3, 2 + number % 4)
         return [
             (
                 (1 + number % 3) / 3 * draw.standard_normal((size, *shape)) + 0.03 * number,
                 draw.integers(0, classes, size),
             )
-            for size in sizes
+            for size in counts
         ]
 
     train, valid, test = zip(*(client(i) for i in range(clients)), strict=True)

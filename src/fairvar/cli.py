@@ -42,16 +42,15 @@ def demo(
 
     Prints a table of accuracy and variance over clients and leaves it in a folder with pictures.
 
-    Parameters
-    ----------
-    alpha: heterogeneity of the Dirichlet partition; smaller means more different clients.
-    seeds: repetitions with other initial models.
-    rounds: communication rounds of each run.
-    json: print the table as JSON.
+    Args:
+        alpha: heterogeneity of the Dirichlet partition; smaller means more different clients.
+        seeds: repetitions with other initial models.
+        rounds: communication rounds of each run.
+        json: print the table as JSON.
     """
     from fairvar.demo import DemoSettings, demo_federation, run_demo, write_demo
     from fairvar.progress import progress
-    from fairvar.report.figures import require_matplotlib
+    from fairvar.report.look import require_matplotlib
     from fairvar.store import check_writable
 
     settings = DemoSettings(alpha=alpha, seeds=seeds, rounds=rounds)
@@ -82,13 +81,12 @@ def run(
 
     Example: fairvar run configs/quick.toml method.name=fairgrad method.strength=0.1
 
-    Parameters
-    ----------
-    config: a TOML file; configs/quick.toml shows every section.
-    overrides: key=value pairs that change it, such as train.lr=0.5.
-    dry: check everything, print the full configuration and its fingerprint, and stop.
-    plugin: a Python file to load first, for methods of your own.
-    json: print the result as JSON.
+    Args:
+        config: a TOML file; configs/quick.toml shows every section.
+        overrides: key=value pairs that change it, such as train.lr=0.5.
+        dry: check everything, print the full configuration and its fingerprint, and stop.
+        plugin: a Python file to load first, for methods of your own.
+        json: print the result as JSON.
     """
     from fairvar.config import Config
     from fairvar.experiment import run_config
@@ -117,15 +115,14 @@ def partition(
 ) -> None:
     """Picture and heterogeneity numbers of a partition, before spending compute on it.
 
-    Parameters
-    ----------
-    config: a TOML file; the sections [data] and [partition] are used.
-    overrides: key=value pairs that change it, such as partition.alpha=0.5.
-    json: print the partition's passport as JSON.
+    Args:
+        config: a TOML file; the sections [data] and [partition] are used.
+        overrides: key=value pairs that change it, such as partition.alpha=0.5.
+        json: print the partition's passport as JSON.
     """
     from fairvar.config import Config
     from fairvar.experiment import federation_of
-    from fairvar.report.figures import require_matplotlib, save
+    from fairvar.report.look import require_matplotlib, save
     from fairvar.report.pictures import partition_figure
     from fairvar.report.show import passport_table
     from fairvar.store import check_writable
@@ -148,14 +145,15 @@ def theory(*, json: Json = False) -> None:
     Claims about the paper's own statements that are wrong show the counterexample. Exit code 3 if
     any claim fails.
     """
-    from fairvar.report.show import claims_table
+    from fairvar.report.show import claims_text
     from fairvar.theory import claims
 
     found = claims()
     if json:
-        _print_json([{**asdict(c), "holds": c.holds} for c in found])
+        _print_json([asdict(c) for c in found])
     else:
-        _print(claims_table(found))
+        for part in claims_text(found):
+            _print(part)
     failed = sum(not c.holds for c in found)
     print(f"{len(found) - failed} of {len(found)} claims hold", file=sys.stderr)
     if failed:
@@ -187,7 +185,7 @@ def doctor(*, json: Json = False) -> None:
 
 
 def _print(thing: Any) -> None:
-    Console(soft_wrap=False).print(thing)
+    Console(highlight=False).print(thing)
 
 
 def _print_json(value: Any) -> None:

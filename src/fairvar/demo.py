@@ -10,7 +10,8 @@ from fairvar.engine.train import train
 from fairvar.federation import Federation
 from fairvar.methods import AFL, QFFL, AAggFF, FairGrad, FairLoss, FedAvg, Method
 from fairvar.progress import Report
-from fairvar.report import figures, render
+from fairvar.report import render
+from fairvar.report.look import save
 from fairvar.report.pictures import accuracy_figure, front_figure, partition_figure
 from fairvar.report.results import Result, Trial, choose, noise_floor, result_table
 from fairvar.report.table import Table
@@ -85,7 +86,7 @@ def write_demo(
     for suffix, kind in (("md", "markdown"), ("csv", "csv")):
         written.append(folder / f"table.{suffix}")
         write_text(written[-1], render(table, kind))
-    written += figures.save(partition_figure(federation), folder, "partition")
-    written += figures.save(accuracy_figure(results), folder, "client_accuracies")
-    written += figures.save(front_figure(trials, results), folder, "front")
+    written += save(partition_figure(federation), folder, "partition")
+    written += save(accuracy_figure(results), folder, "client_accuracies")
+    written += save(front_figure(trials, results), folder, "front")
     return table, written

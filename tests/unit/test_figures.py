@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fairvar.errors import BadInput
-from fairvar.report import figures
-from fairvar.report.figures import Point
+from fairvar.report import figures, front, look
+from fairvar.report.front import Point
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,7 +61,7 @@ DRAWN: dict[str, Callable[[], Figure]] = {
     "accuracies": lambda: figures.client_accuracies(
         accuracies(), {m: np.full(50, 0.02) for m in METHODS}
     ),
-    "front": lambda: figures.front(points(), 6e-4),
+    "front": lambda: front.front(points(), 6e-4),
     "partition": split,
     "curves": curves,
     "weights": weights,
@@ -73,10 +73,10 @@ def test_equal_bytes_and_no_trace(name: str, tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.rcParams["font.size"] = 23
     before = dict(matplotlib.rcParams)
-    first = figures.save(DRAWN[name](), tmp_path / "one", "a")
+    first = look.save(DRAWN[name](), tmp_path / "one", "a")
     assert dict(matplotlib.rcParams) == before
     matplotlib.rcdefaults()
-    again = figures.save(DRAWN[name](), tmp_path / "two", "a")
+    again = look.save(DRAWN[name](), tmp_path / "two", "a")
     assert [path.name for path in first] == ["a.png", "a.pdf"]
     for a, b in zip(first, again, strict=True):
         assert a.read_bytes() == b.read_bytes()
@@ -88,7 +88,7 @@ def test_equal_bytes_and_no_trace(name: str, tmp_path: Path) -> None:
 def test_saving_moves_nothing(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     figure = weights()
-    kept = [[path.read_bytes() for path in figures.save(figure, tmp_path, "a")] for _ in range(2)]
+    kept = [[path.read_bytes() for path in look.save(figure, tmp_path, "a")] for _ in range(2)]
     assert kept[0] == kept[1]
 
 
@@ -103,14 +103,14 @@ def test_labels_of_the_front_do_not_overlap(spread: float) -> None:
         Point(m, *draw.normal((0.9, 9.5e-4), (0.01 * spread, 4e-5 * spread)), True)
         for m in METHODS[2:]
     ]
-    axes = figures.front(far + near, 8.5e-4).axes[0]
+    axes = front.front(far + near, 8.5e-4).axes[0]
     boxes = [Text.get_window_extent(t).extents for t in axes.texts]
     assert len(boxes) == 9
     for i, a in enumerate(boxes):
         assert (a[:2] >= axes.bbox.extents[:2] - 1).all()
         assert (a[2:] <= axes.bbox.extents[2:] + 1).all()
         for b in boxes[:i]:
-            assert figures._overlap(a, b) <= 4
+            assert front._overlap(a, b) <= 4
 
 
 def test_names_of_curves_stay_apart() -> None:
@@ -124,13 +124,13 @@ def test_names_of_curves_stay_apart() -> None:
 
 
 def test_look_is_by_method() -> None:
-    plain, exact = figures.look("FairGrad"), figures.look("FairGrad* (γ = 0.1)")
+    plain, exact = look.look("FairGrad"), look.look("FairGrad* (γ = 0.1)")
     assert plain.marker == exact.marker
     assert plain.dashes == "-" != exact.dashes
     assert int(exact.colour[1:3], 16) < int(plain.colour[1:3], 16)
-    assert figures.look("FedAvg").colour == figures.GREY
-    assert figures.look("my método λ") == figures.look("my other")
-    assert figures.look("")
+    assert look.look("FedAvg").colour == look.GREY
+    assert look.look("my método λ") == look.look("my other")
+    assert look.look("")
 
 
 def test_panels_print_what_they_show() -> None:
@@ -144,8 +144,8 @@ def test_small_and_odd_inputs() -> None:
     pytest.importorskip("matplotlib")
     assert figures.client_accuracies({"a*": [0.5]})
     assert figures.client_accuracies({m: [0.5, 0.6] for m in METHODS[:5]})
-    assert figures.front([Point("α = 0.1", 0.5, 0.0)])
-    assert figures.front([Point("FedAvg", 0.5, 0.01, True, float("nan"))], float("nan"))
+    assert front.front([Point("α = 0.1", 0.5, 0.0)])
+    assert front.front([Point("FedAvg", 0.5, 0.01, True, float("nan"))], float("nan"))
     assert figures.partition([[1]])
     assert figures.learning_curves([1], {"FedAvg": [0.5]})
     assert figures.weights_over_rounds([[0.0]])
@@ -156,7 +156,7 @@ def test_small_and_odd_inputs() -> None:
     [
         lambda: figures.client_accuracies({}),
         lambda: figures.client_accuracies({"a": [[0.5]]}),
-        lambda: figures.front([Point("a", float("nan"), 0.0)]),
+        lambda: front.front([Point("a", float("nan"), 0.0)]),
         lambda: figures.partition([[-1]]),
         lambda: figures.partition([1, 2]),
         lambda: figures.learning_curves([1, 2], {"a": [0.5]}),
@@ -177,4 +177,4 @@ def test_missing_matplotlib_tells_the_way_out(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(BadInput, match=r'pip install "fairvar\[plot\]"'):
         figures.client_accuracies({"FedAvg": [0.5]})
     with pytest.raises(BadInput, match="matplotlib"):
-        figures.require_matplotlib()
+        look.require_matplotlib()

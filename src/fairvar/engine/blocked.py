@@ -6,8 +6,8 @@ filled block each, instead of everybody's padding to the largest client. (Batch 
 client's samples together: there the block is the client.)
 
 Curvature needs only Σ_i w_i ∇²f_i v_i with v_i = ∇f_i − g. That is the gradient, at the shared x,
-of Σ_i w_i ⟨∇f_i(x), v_i⟩, whose terms are forward derivatives of f_i along v_i: one reverse pass over
-one forward pass, and no per-client Hessian products are stored.
+of Σ_i w_i ⟨∇f_i(x), v_i⟩, whose terms are forward derivatives of f_i along v_i: one reverse pass
+over one forward pass, and no per-client Hessian products are stored.
 """
 
 from __future__ import annotations

@@ -7,22 +7,27 @@ install does without it; no function touches pyplot or leaves a setting behind.
 
 from __future__ import annotations
 
-import functools
 import math
-import re
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import product
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from fairvar.errors import BadInput
-from fairvar.metrics import pareto_front
+from fairvar.report.look import (
+    BASELINE,
+    DARK,
+    GREY,
+    Floats,
+    as_array,
+    demand_some,
+    ink,
+    look,
+    new_figure,
+    styled,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,133 +35,8 @@ if TYPE_CHECKING:
 else:  # for those who check types while running
     Axes = Figure = Any
 
-Floats = NDArray[np.float64]
-P = ParamSpec("P")
 
-BASELINE = "FedAvg"
-GREY, DARK = "#7f7f7f", "#333333"
-# Okabe and Ito's colours, told apart with all common kinds of colour blindness; with a marker each.
-FAMILIES = {
-    BASELINE: (GREY, "o"),
-    "AFL": ("#009E73", "^"),
-    "q-FFL": ("#56B4E9", "s"),
-    "AAggFF": ("#CC79A7", "v"),
-    "FairLoss": ("#0072B2", "D"),
-    "FairGrad": ("#D55E00", "p"),
-}
-OTHERS = (("#E69F00", "X"), ("#B8A800", "*"), ("#6A3D9A", "h"), ("#7A5230", "d"))
-STYLE = {
-    "font.size": 8,
-    "axes.titlesize": 8.5,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "legend.fontsize": 7,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.6,
-    "axes.edgecolor": DARK,
-    "lines.linewidth": 1.4,
-    "figure.dpi": 150,
-    "pdf.fonttype": 42,  # journals refuse type 3 fonts
-}
-VARIANCE = "variance over clients (fraction² × 100)"
-
-
-@dataclass(frozen=True)
-class Look:
-    """How a method is drawn, in every figure the same."""
-
-    colour: str
-    marker: str
-    dashes: str | tuple[int, tuple[float, ...]]
-
-
-def look(label: str) -> Look:
-    """By the first word of the label. "FairLoss*" is FairLoss, darker and dashed."""
-    word = re.split(r"[\s(]", label.strip())[0]
-    family = word.rstrip("*")
-    colour, marker = FAMILIES.get(family) or OTHERS[zlib.crc32(family.encode()) % len(OTHERS)]
-    if not word.endswith("*"):
-        return Look(colour, marker, "-")
-    return Look(_darker(colour, 0.55), marker, (0, (4, 1.2)))
-
-
-def _darker(colour: str, part: float) -> str:
-    return "#" + "".join(f"{int(int(colour[i : i + 2], 16) * part):02x}" for i in (1, 3, 5))
-
-
-def _ink(label: str) -> str:
-    """The colour of a method's name: its own, dark enough to read small on white."""
-    colour = look(label).colour
-    return colour if label.split("(")[0].strip().endswith("*") else _darker(colour, 0.8)
-
-
-def require_matplotlib() -> None:
-    """Raises `BadInput` if there is no matplotlib: to be asked before an hour of training."""
-    try:
-        import matplotlib.style  # noqa: F401
-    except ImportError:
-        raise BadInput('figures need matplotlib: pip install "fairvar[plot]"') from None
-
-
-@contextmanager
-def _style() -> Iterator[None]:
-    """Our settings on matplotlib's defaults, whatever the caller's own are; then as before."""
-    require_matplotlib()
-    from matplotlib import style
-
-    with style.context(["default", STYLE]):
-        yield
-
-
-def _styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    @functools.wraps(draw)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Figure:
-        with _style():
-            figure = draw(*args, **kwargs)
-            # the layout is settled here once: saving twice, or as PDF, must not move anything
-            figure.draw_without_rendering()
-            figure.set_layout_engine("none")
-            return figure
-
-    return wrapper
-
-
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def save(figure: Figure, folder: Path | str, stem: str) -> list[Path]:
-    """`stem`.png and `stem`.pdf; without dates, so that equal figures are equal files."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    nothing = {"png": ("Software",), "pdf": ("Creator", "Producer", "CreationDate")}
-    paths = []
-    with _style():
-        for kind, keys in nothing.items():
-            paths.append(folder / f"{stem}.{kind}")
-            figure.savefig(paths[-1], dpi=150, metadata=dict.fromkeys(keys))
-    return paths
-
-
-def _array(values: Any, name: str, ndim: int) -> Floats:
-    values = values.detach().cpu().numpy() if hasattr(values, "detach") else values
-    array = np.asarray(values, dtype=np.float64)
-    if array.ndim != ndim or array.size == 0:
-        raise BadInput(f"{name} has shape {array.shape}: give {ndim} axes, none of them empty")
-    return array
-
-
-def _some(values: Mapping[str, Any] | Sequence[Any], name: str) -> None:
-    if not values:
-        raise BadInput(f"{name} is empty: there is nothing to draw")
-
-
-# --- 1. accuracy of every client -----------------------------------------------------------------
-@_styled
+@styled
 def client_accuracies(
     accuracy: Mapping[str, ArrayLike], noise: Mapping[str, ArrayLike] | None = None
 ) -> Figure:
@@ -166,13 +46,13 @@ def client_accuracies(
     The long line is the mean, the short one the mean of the worst tenth. `noise` holds a standard
     error per client, drawn as a band. Clients that were not measured (nan) are left out.
     """
-    _some(accuracy, "accuracy")
-    curves = {label: _array(values, label, 1) * 100 for label, values in accuracy.items()}
-    errors = {k: _array(values, k, 1) * 100 for k, values in (noise or {}).items()}
+    demand_some(accuracy, "accuracy")
+    curves = {label: as_array(values, label, 1) * 100 for label, values in accuracy.items()}
+    errors = {k: as_array(values, k, 1) * 100 for k, values in (noise or {}).items()}
     first = BASELINE if BASELINE in curves else next(iter(curves))
     down = math.ceil(len(curves) / 4)
     across = math.ceil(len(curves) / down)
-    figure = _figure(max(3.4, 1.75 * across), 1.7 * down + 0.45)
+    figure = new_figure(max(3.4, 1.75 * across), 1.7 * down + 0.45)
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel()
     for axes, label in zip(panels, curves, strict=False):
         _accuracy_panel(
@@ -230,150 +110,7 @@ def _ranked(axes: Axes, values: Floats, colour: str, width: float) -> tuple[Floa
     return x, y
 
 
-# --- 2. accuracy against variance ----------------------------------------------------------------
-@dataclass(frozen=True)
-class Point:
-    """A configuration: mean accuracy (fraction), variance over clients (fraction²), the errors."""
-
-    label: str
-    accuracy: float
-    variance: float
-    chosen: bool = False
-    accuracy_error: float | None = None
-    variance_error: float | None = None
-
-
-@_styled
-def front(points: Sequence[Point], noise_floor: float | None = None) -> Figure:
-    """Lower right is better. Dots: all configurations; marks: the chosen ones; line: Pareto front.
-
-    The axes are cut to the neighbourhood of the chosen ones, or one diverged configuration would
-    press the rest into a corner; how many lie outside is written above.
-    """
-    kept = [p for p in points if math.isfinite(p.accuracy) and math.isfinite(p.variance)]
-    _some(kept, "points (with finite accuracy and variance)")
-    figure = _figure(4.6, 3.5)
-    axes = figure.subplots()
-    x, y = np.array([[p.accuracy * 100, p.variance * 100] for p in kept]).T
-    for p in kept:
-        kind = look(p.label)
-        axes.plot(
-            p.accuracy * 100, p.variance * 100, "o", ms=2.8, mew=0, color=kind.colour, alpha=0.45
-        )
-        if p.chosen:
-            axes.errorbar(
-                p.accuracy * 100, p.variance * 100, _percent(p.variance_error),
-                _percent(p.accuracy_error), fmt=kind.marker, ms=7, color=kind.colour, mec="white",
-                mew=0.7, elinewidth=0.8, zorder=4,
-            )  # fmt: skip
-    _front_limits(axes, kept, noise_floor)
-    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-    i = pareto_front(x, y)
-    reach = np.r_[min(left, x[i[0]]), x[i], x[i[-1]]], np.r_[y[i[0]], y[i], max(top, y[i[-1]])]
-    axes.step(*reach, where="pre", color=DARK, lw=0.8, zorder=1.5)
-    axes.set_xlim(left, right)
-    axes.set_ylim(bottom, top)
-    outside = len(points) - int(((x >= left) & (x <= right) & (y >= bottom) & (y <= top)).sum())
-    if outside:
-        told = f"{outside} of {len(points)} configurations outside the axes or diverged"
-        axes.set_title(told, loc="right", fontsize=6.5, color=DARK)
-    axes.set(xlabel="mean accuracy over clients (%)", ylabel=VARIANCE)
-    figure.draw_without_rendering()
-    _place_labels(axes, [p for p in kept if p.chosen])
-    return figure
-
-
-def _percent(error: float | None) -> float:
-    return 100 * error if error is not None and math.isfinite(error) else 0.0
-
-
-def _front_limits(axes: Axes, points: Sequence[Point], noise_floor: float | None) -> None:
-    chosen = np.array([p.chosen for p in points])
-    main = chosen if chosen.any() else ~chosen
-    x = np.array([(100 * p.accuracy, _percent(p.accuracy_error)) for p in points])
-    y = np.array([(100 * p.variance, _percent(p.variance_error)) for p in points])
-    axes.set_xlim(_reach(x[:, 0], x[:, 1], main))
-    low, high = _reach(y[:, 0], y[:, 1], main)
-    if noise_floor is not None and math.isfinite(noise_floor):
-        floor = 100 * noise_floor
-        low, high = min(low, floor - (high - floor) / 8), max(high, floor + 1e-9)
-        axes.axhspan(low - abs(low), floor, color="#e3e3e3", lw=0, zorder=0)
-        words: dict[str, Any] = {"fontsize": 6.5, "color": DARK, "ha": "right", "va": "top"}
-        axes.annotate(
-            "noise floor: what finite test sets add", xy=(0.99, floor), xytext=(0, -2),
-            xycoords=("axes fraction", "data"), textcoords="offset points", **words,
-        )  # fmt: skip
-    axes.set_ylim(low, high)
-
-
-def _reach(value: Floats, error: Floats, main: NDArray[np.bool_]) -> tuple[float, float]:
-    """Limits around the main points and their errors; the others widen them to double at most."""
-    low, high = (value - error)[main].min(), (value + error)[main].max()
-    span = max(high - low, 1e-3 * abs(high), 1e-6)
-    low = min(low, max(value.min(), low - span / 2))
-    high = max(high, min(value.max(), high + span / 2))
-    return float(low - span / 8), float(high + span / 8)
-
-
-_ANGLES = [(1, 1), (1, -1), (-1, 1), (-1, -1), (1, 0), (-1, 0), (0, 1), (0, -1)]
-_PLACES = [(r, np.array(side)) for r, side in product((4, 9, 15, 23, 33, 45), _ANGLES)]
-
-
-def _place_labels(axes: Axes, points: Sequence[Point]) -> None:
-    """Each label at the first of 48 places around its mark that touches nothing placed before.
-
-    Deterministic: near places first, points from left to right. If all are taken, the least bad.
-    """
-    from matplotlib.patheffects import withStroke
-
-    taken = _marks(axes, points) + [np.array(t.get_window_extent().extents) for t in axes.texts]
-    frame = np.array(axes.bbox.extents)
-    pixel = axes.figure.dpi / 72  # per typographic point
-    for p in sorted(points, key=lambda p: (p.accuracy, p.variance, p.label)):
-        place = (100 * p.accuracy, 100 * p.variance)
-        centre = axes.transData.transform(place)
-        words: dict[str, Any] = {"fontsize": 7, "color": _ink(p.label), "ha": "center"}
-        trial = axes.text(0, 0, p.label, va="center", **words)
-        half = np.array(trial.get_window_extent().size) / 2
-        trial.remove()
-        best, found, least = (0, 0.0, 0.0), frame, math.inf
-        for r, side in _PLACES:
-            middle = centre + (r * pixel + half) * side
-            box = np.r_[middle - half, middle + half]
-            bad = sum(_overlap(box, other) for other in taken)
-            bad += 4 * (4 * half.prod() - _overlap(box, frame))
-            if bad + 1 < least:
-                best, found, least = (r, *((middle - centre) / pixel)), box, bad
-        taken.append(found)
-        leader = {"arrowstyle": "-", "lw": 0.5, "color": _ink(p.label), "shrinkA": 0, "shrinkB": 3}
-        axes.annotate(
-            p.label, place, best[1:], textcoords="offset points", va="center", zorder=5, **words,
-            arrowprops=leader if best[0] > 4 else None,
-            path_effects=[withStroke(linewidth=1.5, foreground="white")],
-        )  # fmt: skip
-
-
-def _marks(axes: Axes, points: Sequence[Point]) -> list[Floats]:
-    """Boxes (left, bottom, right, top) in pixels of the marks and both arms of their errors."""
-    boxes = []
-    for p in points:
-        at = np.array([100 * p.accuracy, 100 * p.variance])
-        arm = np.array([_percent(p.accuracy_error), _percent(p.variance_error)])
-        low, centre, high = axes.transData.transform([at - arm, at, at + arm])
-        boxes.append(np.r_[centre - 8, centre + 8])
-        boxes.append(np.r_[low[0], centre[1] - 2, high[0], centre[1] + 2])
-        boxes.append(np.r_[centre[0] - 2, low[1], centre[0] + 2, high[1]])
-    return boxes
-
-
-def _overlap(a: Floats, b: Floats) -> float:
-    """Common area of two boxes (left, bottom, right, top)."""
-    sides = np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2])
-    return float(np.maximum(sides, 0).prod())
-
-
-# --- 3. the partition ----------------------------------------------------------------------------
-@_styled
+@styled
 def partition(
     counts: ArrayLike, title: str = "", numbers: Mapping[str, str] | None = None
 ) -> Figure:
@@ -385,7 +122,7 @@ def partition(
     from matplotlib.colors import ListedColormap, PowerNorm
     from matplotlib.ticker import MaxNLocator
 
-    table = _array(counts, "counts", 2)
+    table = as_array(counts, "counts", 2)
     if not (np.isfinite(table).all() and (table >= 0).all()):
         raise BadInput("counts must be numbers of samples, 0 or more, by client and class")
     size = table.sum(1)
@@ -393,7 +130,7 @@ def partition(
     size = table.sum(1)
     share = np.divide(table, size[:, None], out=np.zeros_like(table), where=size[:, None] > 0)
     clients, classes = table.shape
-    figure = _figure(6.4 if numbers else 4.6, 3.4 if classes <= 50 else 4.4)
+    figure = new_figure(6.4 if numbers else 4.6, 3.4 if classes <= 50 else 4.4)
     shape: Any = [["bars", "numbers"], ["heat", "numbers"]] if numbers else [["bars"], ["heat"]]
     panels = figure.subplot_mosaic(
         shape, height_ratios=[1, 2.6], width_ratios=[1, 0.42][: len(shape[0])]
@@ -429,7 +166,7 @@ def _numbers(axes: Axes, numbers: Mapping[str, str]) -> None:
 
 
 # --- 4. learning curves --------------------------------------------------------------------------
-@_styled
+@styled
 def learning_curves(
     rounds: ArrayLike,
     mean: Mapping[str, ArrayLike],
@@ -441,19 +178,19 @@ def learning_curves(
 
     Values are drawn as they are given. A line that ends in nan is crossed at its last number.
     """
-    _some(mean, "mean")
-    x = _array(rounds, "rounds", 1)
-    lines = {label: _array(values, label, 1) for label, values in mean.items()}
+    demand_some(mean, "mean")
+    x = as_array(rounds, "rounds", 1)
+    lines = {label: as_array(values, label, 1) for label, values in mean.items()}
     for label, y in lines.items():
         if len(y) != len(x):
             raise BadInput(f"{label} has {len(y)} values for {len(x)} rounds; give one per round")
-    figure = _figure(6.4, 2.9)
+    figure = new_figure(6.4, 2.9)
     whole, late = figure.subplots(1, 2)
     for axes, label in product((whole, late), lines):
         y, kind = lines[label], look(label)
         axes.plot(x, y, color=kind.colour, ls=kind.dashes, lw=1.2, zorder=3)
         if low and high and label in low and label in high:
-            between = _array(low[label], label, 1), _array(high[label], label, 1)
+            between = as_array(low[label], label, 1), as_array(high[label], label, 1)
             axes.fill_between(
                 x, *between, color=kind.colour, alpha=max(0.06, 0.25 / len(lines)), lw=0
             )
@@ -485,7 +222,7 @@ def _name_ends(axes: Axes, ends: Mapping[str, float], x: float) -> None:
         height = (spot - bottom) / (top - bottom)
         leader = {"arrowstyle": "-", "lw": 0.5, "color": look(label).colour, "shrinkA": 1,
                   "shrinkB": 1, "relpos": (0, 0.5)}  # fmt: skip
-        words: dict[str, Any] = {"va": "center", "fontsize": 7, "color": _ink(label)}
+        words: dict[str, Any] = {"va": "center", "fontsize": 7, "color": ink(label)}
         if math.isfinite(ends[label]):
             axes.annotate(label, (x, ends[label]), (1.09, height), textcoords="axes fraction",
                           annotation_clip=False, arrowprops=leader, **words)  # fmt: skip
@@ -511,14 +248,14 @@ def _spread(goal: Floats, gap: float, low: float, high: float) -> Floats:
 
 
 # --- 5. aggregation weights ----------------------------------------------------------------------
-@_styled
+@styled
 def weights_over_rounds(weights: ArrayLike, title: str = "") -> Figure:
     """Who counts how much: weights relative to equal ones, and the effective number of clients.
 
     1 / Σ p_k² for normalised weights p: n if all count the same, 1 if one client decides alone.
     Colours are powers of two; a client without weight in a round (0 or nan) is grey.
     """
-    table = _array(weights, "weights", 2)
+    table = as_array(weights, "weights", 2)
     p = np.where(np.isfinite(table), table, 0)
     total = p.sum(1, keepdims=True)
     p = np.divide(p, total, out=np.zeros_like(p), where=total > 0)
@@ -527,7 +264,7 @@ def weights_over_rounds(weights: ArrayLike, title: str = "") -> Figure:
     effective = np.divide(1, squares, out=np.full(rounds, np.nan), where=squares > 0)
     ratio = np.full_like(p, np.nan)
     ratio[p > 0] = np.clip(np.log2(p[p > 0] * clients), -3, 3)
-    figure = _figure(4.8, 3.3)
+    figure = new_figure(4.8, 3.3)
     line, heat = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [1, 2.4]})
     line.plot(np.arange(rounds), effective, color=DARK, lw=1.2)
     line.axhline(clients, color=GREY, lw=0.7, ls=(0, (3, 2)))

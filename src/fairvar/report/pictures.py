@@ -10,6 +10,7 @@ import numpy as np
 from fairvar.errors import BadInput
 from fairvar.federation import Federation
 from fairvar.report import figures
+from fairvar.report.front import Point, front
 from fairvar.report.results import Result, Trial, noise_floor
 from fairvar.report.table import mean_and_standard_error
 
@@ -25,10 +26,10 @@ def accuracy_figure(results: Sequence[Result], model: str = "global") -> Figure:
 
 def front_figure(trials: Sequence[Trial], results: Sequence[Result]) -> Figure:
     """Every configuration after its last round, and the chosen ones at the chosen round."""
-    return figures.front(list(_points(trials, results)), noise_floor(results))
+    return front(list(_points(trials, results)), noise_floor(results))
 
 
-def _points(trials: Sequence[Trial], results: Sequence[Result]) -> Iterator[figures.Point]:
+def _points(trials: Sequence[Trial], results: Sequence[Result]) -> Iterator[Point]:
     for trial in trials:
         if not trial.diverged:
             yield _point(trial, -1, chosen=False)
@@ -37,11 +38,11 @@ def _points(trials: Sequence[Trial], results: Sequence[Result]) -> Iterator[figu
             yield _point(result.trial, result.at, chosen=True)
 
 
-def _point(trial: Trial, at: int, chosen: bool) -> figures.Point:
+def _point(trial: Trial, at: int, chosen: bool) -> Point:
     found = trial.test("global", at)
     accuracy = mean_and_standard_error(f.mean for f in found)
     variance = mean_and_standard_error(f.variance_over_clients for f in found)
-    return figures.Point(
+    return Point(
         trial.label,
         accuracy.value,
         variance.value,
@@ -59,11 +60,11 @@ def partition_figure(federation: Federation) -> Figure:
     cells = (split.client * classes + split.y).numpy()
     counts = np.bincount(cells, minlength=federation.clients * classes)
     passport = federation.passport
-    numbers = {"training samples": f"{int(sizes.min())} to {int(sizes.max())} per client"}
+    numbers = {"training samples per client": f"{int(sizes.min())} to {int(sizes.max())}"}
     for key, name, form in (
-        ("mean_total_variation", "total variation", "{:.2f} from the pooled labels"),
-        ("effective_classes", "effective classes", "{:.1f} per client"),
-        ("majority_share", "majority share", "{:.0%}"),
+        ("mean_total_variation", "total variation from pooled labels", "{:.2f}"),
+        ("effective_classes", "effective classes per client", "{:.1f}"),
+        ("majority_share", "share of the main class", "{:.0%}"),
     ):
         if key in passport:
             numbers[name] = form.format(passport[key])

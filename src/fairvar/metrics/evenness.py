@@ -1,56 +1,18 @@
-"""How evenly a model serves its clients: numbers over clients, named so that they tell the axis.
-
-Everything takes lists, numpy arrays or torch tensors and computes in float64. `DEFINITIONS` says
-in one line what each number is.
-"""
+"""How evenly a model serves its clients, with the noise of finite test sets taken out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from fairvar import rng
 from fairvar.errors import BadInput, unknown
-
-Floats = NDArray[np.float64]
-Numbers = ArrayLike | Any  # Any: a torch tensor; this file does not import torch
-Number = float | int  # beartype, unlike mypy, does not take an int for a float
-
-DEFINITIONS = {
-    "clients": "K: clients with at least one test sample and a finite accuracy",
-    "dropped_clients": "clients left out for want of test samples or of a finite accuracy",
-    "mean": "(1/K) Σ p_k: every client counts the same",
-    "mean_over_samples": "Σ n_k p_k / Σ n_k: every test sample counts the same",
-    "variance_over_clients": "Σ (p_k − mean)² / (K − ddof), in fraction²; ddof 1 unless told",
-    "noise_floor": "what finite test sets add to the variance: (1/K) Σ p_k(1 − p_k)/(n_k − 1)",
-    "corrected_variance": "variance_over_clients − noise_floor: unbiased for the true accuracies",
-    "variance_interval": "studentised bootstrap interval of variance_over_clients",
-    "corrected_variance_interval": "studentised bootstrap interval of corrected_variance",
-    "sd_over_clients": "square root of variance_over_clients",
-    "coefficient_of_variation": "sd_over_clients / mean",
-    "smallest": "min p_k: the worst-served client",
-    "largest": "max p_k: the best-served client",
-    "range_over_clients": "largest − smallest",
-    "worst_10_percent": "mean of the ceil(K/10) lowest accuracies",
-    "best_10_percent": "mean of the ceil(K/10) highest accuracies",
-    "gini": "ΣΣ |p_j − p_k| / (2 K² mean): 0 if all are equal, at most 1 − 1/K",
-    "jain": "(Σ p_k)² / (K Σ p_k²): 1 if all are equal, at least 1/K",
-    "normalised_entropy": "−Σ s_k ln s_k / ln K with shares s_k = p_k / Σ p_j: 1 if all are equal",
-    "kl_to_uniform": "Σ s_k ln(K s_k): 0 if all are equal, at most ln K",
-    "cosine_to_ones": "cosine between (p_1 … p_K) and (1 … 1): 1 if all are equal",
-    "loss_variance": "(1/n) Σ (f_i − F)²: what FairLoss regularises (it adds λ/2 of it)",
-    "gradient_variance": "(1/n) Σ ‖∇f_i − ∇F‖²: what FairGrad regularises (it adds γ/2 of it)",
-    "worse_than": "fraction of clients whose accuracy is lower than under the other model",
-    "pareto_front": "the models that no other beats in accuracy and in variance together",
-    "hypervolume": "area of the (accuracy, variance) pairs that some model beats, to a reference",
-    "worst_class_of_client": "for each client the accuracy on its worst-served class",
-    "epsilon_fair_order": "models with F ≤ min F + ε, by variance over clients, fairest first",
-}
+from fairvar.metrics.inputs import Floats, Numbers, as_array, vector
 
 
 @dataclass(frozen=True)
@@ -187,8 +149,8 @@ def _evenness(p: Floats) -> dict[str, float]:
 
 def _clients(accuracy: Numbers, samples: Numbers | None) -> tuple[Floats, Floats | None, int]:
     """Checked accuracies and sample counts of the clients that count, and how many do not."""
-    p = _vector(accuracy, "accuracy")
-    n = None if samples is None else _vector(samples, "samples", len(p))
+    p = vector(accuracy, "accuracy")
+    n = None if samples is None else vector(samples, "samples", len(p))
     keep = np.isfinite(p)
     if n is not None:
         bad = ~(np.isfinite(n) & (n >= 0) & (n == np.round(n)))
@@ -203,23 +165,6 @@ def _clients(accuracy: Numbers, samples: Numbers | None) -> tuple[Floats, Floats
         k = int(outside.argmax())
         raise BadInput(f"accuracy of client {k} = {p[k]}: give fractions in [0, 1] (percent / 100)")
     return np.clip(p[keep], 0, 1), None if n is None else n[keep], int((~keep).sum())
-
-
-def _vector(values: Numbers, name: str, length: int | None = None) -> Floats:
-    array = _array(values, name)
-    if array.ndim != 1 or len(array) == 0:
-        raise BadInput(f"{name} has shape {array.shape}: give one number per client")
-    if length is not None and len(array) != length:
-        raise BadInput(f"{name} has {len(array)} entries, not {length}; give one per client")
-    return array
-
-
-def _array(values: Numbers, name: str) -> Floats:
-    values = values.detach().cpu().numpy() if hasattr(values, "detach") else values
-    try:
-        return np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise BadInput(f"{name} cannot be read as an array of numbers") from None
 
 
 def _noise(p: Floats, n: Floats | None) -> Floats:
@@ -265,7 +210,7 @@ def _interval(
             max(value, value - float(low) * error))  # fmt: skip
 
 
-def variance_in_units(value: Number, unit: str) -> float:
+def variance_in_units(value: float, unit: str) -> float:
     """A variance in fraction² as "fraction", "x100" (the paper's unit) or "percent" (percent²)."""
     factors = {"fraction": 1.0, "x100": 100.0, "percent": 10_000.0}
     if unit not in factors:
@@ -275,7 +220,7 @@ def variance_in_units(value: Number, unit: str) -> float:
 
 def loss_variance(losses: Numbers) -> float:
     """(1/n) Σ (f_i − F)²: the population variance in L_λ, without its factor ½."""
-    return float(_vector(losses, "losses").var())
+    return float(vector(losses, "losses").var())
 
 
 def gradient_variance(stacked_gradients: Numbers | Mapping[str, Any]) -> float:
@@ -285,94 +230,7 @@ def gradient_variance(stacked_gradients: Numbers | Mapping[str, Any]) -> float:
     """
     given = stacked_gradients
     leaves = list(given.values()) if isinstance(given, Mapping) else [given]
-    arrays = [_array(leaf, "stacked_gradients") for leaf in leaves]
+    arrays = [as_array(leaf, "stacked_gradients") for leaf in leaves]
     if not arrays or any(a.ndim < 1 or len(a) != len(arrays[0]) or len(a) == 0 for a in arrays):
         raise BadInput("stacked_gradients: every array needs clients, equally many, as first axis")
     return float(sum(a.reshape(len(a), -1).var(0).sum() for a in arrays))
-
-
-class FairOrder(NamedTuple):
-    """Which models are within ε of the best average loss, and which of them is fairest."""
-
-    feasible: NDArray[np.bool_]  # by model
-    order: NDArray[np.int64]  # feasible models, fairest first
-    variance_over_clients: Floats  # by model, ddof 1
-
-
-def epsilon_fair_order(performance: Numbers, average_loss: Numbers, epsilon: Number) -> FairOrder:
-    """X = {x : F(x) − min F ≤ ε}; in X, x is fairer than y iff Var(p(x)) < Var(p(y)), ddof 1.
-
-    `performance` is (models, clients); the smallest F given stands in for min F.
-    """
-    p = _array(performance, "performance")
-    F = _vector(average_loss, "average_loss")
-    if p.ndim != 2 or len(p) != len(F) or p.shape[1] == 0:
-        raise BadInput(f"performance has shape {p.shape}: give ({len(F)} models, clients)")
-    if not (np.isfinite(p).all() and np.isfinite(F).all()):
-        raise BadInput("performance or average_loss is not finite; leave out untested clients")
-    if not epsilon >= 0:
-        raise BadInput(f"epsilon = {epsilon} must be ≥ 0 (0 keeps the smallest average loss only)")
-    variance = p.var(1, ddof=1) if p.shape[1] > 1 else np.zeros(len(p))
-    feasible = F - F.min() <= epsilon
-    order = np.argsort(np.where(feasible, variance, math.inf), kind="stable")[: feasible.sum()]
-    return FairOrder(feasible, order.astype(np.int64), variance)
-
-
-def worse_than(a: Numbers, b: Numbers) -> float:
-    """Fraction of clients with a_k < b_k, among those measured under both (nan: not measured)."""
-    left = _vector(a, "a")
-    right = _vector(b, "b", len(left))
-    both = ~(np.isnan(left) | np.isnan(right))
-    if not both.any():
-        raise BadInput("no client has an accuracy under both models; nothing can be compared")
-    return float((left[both] < right[both]).mean())
-
-
-def pareto_front(accuracy: Numbers, variance: Numbers) -> NDArray[np.int64]:
-    """Indices of models that no other beats (accuracy ≥, variance ≤, one of them strictly).
-
-    By rising accuracy (hence rising variance); equal models stay together, nan is never in front.
-    """
-    a = _vector(accuracy, "accuracy")
-    v = _vector(variance, "variance", len(a))
-    by_accuracy = np.lexsort((v, -a))
-    front: list[int] = []
-    for i in by_accuracy[np.isfinite(a + v)[by_accuracy]]:
-        if not front or v[i] < v[front[-1]] or (v[i] == v[front[-1]] and a[i] == a[front[-1]]):
-            front.append(int(i))
-    return np.array(front[::-1], dtype=np.int64)
-
-
-def hypervolume(accuracy: Numbers, variance: Numbers, reference: Sequence[Number]) -> float:
-    """Area of {(a, v) : ref_a ≤ a ≤ accuracy_i and variance_i ≤ v ≤ ref_v for some model i}.
-
-    `reference` = (accuracy, variance) of a model that all should beat; larger area is better.
-    """
-    a, v = _vector(accuracy, "accuracy"), _vector(variance, "variance")
-    if len(reference) != 2:
-        raise BadInput("reference: give the pair (accuracy, variance)")
-    low, top = map(float, reference)
-    area = 0.0
-    for i in pareto_front(a, v):  # rising accuracy: each adds the strip left of it
-        if a[i] > low and v[i] < top:
-            area += (a[i] - low) * (top - v[i])
-            low = float(a[i])
-    return float(area)
-
-
-def worst_class_of_client(correct: Numbers, labels: Numbers, client: Numbers) -> Floats:
-    """min over classes of the accuracy, by client 0 … max; a client without samples gets nan.
-
-    One entry per test sample: was it right (0 or 1), its label, its client.
-    """
-    right = _vector(correct, "correct")
-    label = _vector(labels, "labels", len(right)).astype(np.int64)
-    owner = _vector(client, "client", len(right)).astype(np.int64)
-    if owner.min() < 0 or label.min() < 0:
-        raise BadInput("client and labels must be numbers from 0 on")
-    shape = (int(owner.max()) + 1, int(label.max()) + 1)
-    hits, seen = np.zeros(shape), np.zeros(shape)
-    np.add.at(hits, (owner, label), right)
-    np.add.at(seen, (owner, label), 1)
-    share = np.divide(hits, seen, out=np.full(shape, math.inf), where=seen > 0).min(1)
-    return np.where(np.isinf(share), math.nan, share)

@@ -1,0 +1,222 @@
+"""Bad input through `train`: one line that says what to change. Odd input: defined numbers."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fairvar as fv
+from checks import images, small_cnn
+
+METHODS = [
+    fv.FedAvg(),
+    fv.AFL(),
+    fv.QFFL(1.0),
+    fv.AAggFF(),
+    fv.FairLoss(0.5),
+    fv.FairLoss(0.5, exact=True),
+    fv.FairGrad(0.1),
+    fv.FairGrad(0.1, exact=True),
+]
+by_label = pytest.mark.parametrize("method", METHODS, ids=lambda m: m.label)
+
+
+def arrays(sizes: list[int], labels: list[int] | None = None) -> list[tuple[np.ndarray, list[int]]]:
+    """Clients of these sizes with four features; `labels`: all samples of client i get label i."""
+    draw = np.random.default_rng(0)
+    found = []
+    for i, size in enumerate(sizes):
+        y = [labels[i]] * size if labels else draw.integers(0, 3, size).tolist()
+        found.append((draw.standard_normal((size, 4)), y))
+    return found
+
+
+DATA = fv.Federation.from_arrays(arrays([5, 3]), classes=3)
+REGRESSION = fv.Federation.from_arrays([(x, x.sum(1, keepdims=True)) for x, _ in arrays([5, 3])])
+
+
+def refused(*words: str, data: fv.Federation = DATA, **options: object) -> None:
+    """`train` refuses in exactly one line that holds all these words."""
+    given: dict = {"model": "multinomial", "method": fv.FedAvg(), "rounds": 2, **options}
+    with pytest.raises(fv.BadInput) as caught:
+        fv.train(given.pop("model"), data, **given)
+    text = str(caught.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text, text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": 0.0}, ["train.lr", "0.0", "> 0"]),
+        ({"lr": -1.0}, ["train.lr", "> 0"]),
+        ({"lr": float("nan")}, ["train.lr", "nan"]),
+        ({"lr": float("inf")}, ["train.lr", "inf"]),
+        ({"lr": "fast"}, ["train.lr", "float"]),
+        ({"rounds": 0}, ["train.rounds", ">= 1"]),
+        ({"rounds": 2.5}, ["train.rounds", "int"]),
+        ({"batch_size": 0}, ["train.batch_size", ">= 1"]),
+        ({"local_steps": 0}, ["train.local_steps", ">= 1"]),
+        ({"local_epochs": -1}, ["train.local_epochs", ">= 1"]),
+        ({"local_steps": 2, "local_epochs": 1}, ["local_steps", "local_epochs", "give one"]),
+        ({"clip_norm": 0.0}, ["train.clip_norm", "> 0"]),
+        ({"chunk": 0}, ["train.chunk", ">= 1"]),
+        ({"seed": -1}, ["train.seed", ">= 0"]),
+        ({"evaluate_every": 0}, ["evaluate.every", ">= 1"]),
+        ({"evaluate_splits": ("tests",)}, ["evaluate.splits", "tests"]),
+        ({"engine": "vmaped"}, ["train.engine", "did you mean 'vmapped'?", "pooled"]),
+        ({"loss": "cross_entrop"}, ["unknown loss", "did you mean 'cross_entropy'?"]),
+        ({"model": "multinomal"}, ["unknown model", "did you mean 'multinomial'?"]),
+        ({"model": 3}, ["nn.Module", "int"]),
+        ({"dtype": torch.float16}, ["train.dtype", "float32", "float64"]),
+        ({"device": "gpu"}, ["device", "gpu", "cpu"]),
+        ({"device": "cuda:99"}, ["device", "cuda:99", "cpu"]),
+        ({"method": "fedavg"}, ["method", "FedAvg()", "fedavg"]),
+        ({"method": fv.FairGrad(0.1), "engine": "pooled"}, ["pooled", "curvature", "vmapped"]),
+        ({"method": fv.QFFL(1.0), "engine": "pooled"}, ["pooled", "norms", "vmapped"]),
+        ({"engine": "pooled", "local_steps": 2}, ["pooled", "several local steps"]),
+        ({"engine": "pooled", "clip_norm": 1.0}, ["pooled", "clip_norm"]),
+        (
+            {"method": fv.FairLoss(0.5, exact=True, collapsed=True), "local_steps": 2},
+            ["FairLoss*", "local_steps = 1"],
+        ),
+        ({"model": nn.Linear(4, 2)}, ["2 outputs", "3 classes", "3 wide"]),
+        ({"model": nn.Linear(5, 3)}, ["shape", "4"]),
+        ({"model": nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))}, ["Dropout", "p = 0"]),
+        ({"model": nn.Sequential(nn.Flatten())}, ["no trainable parameter"]),
+        ({"loss": "mse"}, ["mse", "float targets"]),
+        ({"loss": lambda outputs, y: outputs.mean()}, ["one value per sample"]),
+        ({"loss": lambda outputs, y: outputs}, ["one value per sample", "(4, 3)"]),
+        ({"loss": lambda outputs, y: 1.0}, ["one value per sample", "float"]),
+        ({"loss": lambda outputs, y: outputs[:, 0] * torch.inf}, ["not finite"]),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
+)
+def test_refused(options: dict, words: list[str]) -> None:
+    refused(*words, **options)
+
+
+def test_cross_entropy_of_float_targets_is_refused() -> None:
+    refused("cross_entropy", "mse", data=REGRESSION, model="linear")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: fv.FairLoss(-1.0), ["FairLoss.strength", "-1.0", ">= 0"]),
+        (lambda: fv.FairGrad(float("nan")), ["FairGrad.strength", "nan"]),
+        (lambda: fv.FairGrad(float("inf")), ["FairGrad.strength", "inf"]),
+        (lambda: fv.QFFL(q=-0.1), ["QFFL.q", ">= 0"]),
+        (lambda: fv.AFL(step=0.0), ["AFL.step", "> 0"]),
+        (lambda: fv.AFL(order="dual"), ["AFL.order", "did you mean 'dual_first'?"]),
+        (lambda: fv.AAggFF(cdf="gaussian"), ["AAggFF.cdf", "normal", "logistic"]),
+        (lambda: fv.FedAvg(weights="sizes"), ["FedAvg.weights", "did you mean 'size'?"]),
+        (lambda: fv.FairLoss(0.5, collapsed=True), ["FairLoss.collapsed", "exact=True"]),
+    ],
+)
+def test_bad_methods_are_refused_when_they_are_made(make, words: list[str]) -> None:
+    with pytest.raises(fv.BadInput) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_labels_outside_are_refused_with_the_place() -> None:
+    with pytest.raises(fv.BadInput, match=r"client 1, sample 0: label 7 is outside 0 … 2"):
+        fv.Federation.from_arrays(arrays([2, 1], labels=[0, 7]), classes=3)
+
+
+@pytest.mark.parametrize("engine", ["reference", "pooled", "vmapped"])
+def test_batch_norm_refuses_batches_of_one(engine: str) -> None:
+    options: dict = {"model": small_cnn(batch_norm=True), "engine": engine}
+    refused("batch_size = 1", "2 or more", data=images(4), batch_size=1, **options)
+    lonely = images(3, sizes=(1, 1))
+    refused("client 0", "one training sample", "min_samples", data=lonely, **options)
+
+
+def test_the_collapsed_form_refuses_an_epoch_of_several_batches() -> None:
+    method = fv.FairLoss(0.5, exact=True, collapsed=True)
+    refused("local_steps = 1", method=method, batch_size=2, local_epochs=1)
+
+
+def test_an_epoch_of_one_batch_is_one_step() -> None:
+    one = fv.train("multinomial", DATA, fv.FedAvg(), rounds=2, local_epochs=1)
+    step = fv.train("multinomial", DATA, fv.FedAvg(), rounds=2)
+    assert one.birth["engine"] == step.birth["engine"] == "pooled"
+    assert torch.equal(one.loss, step.loss)
+
+
+# -- odd but fine ----------------------------------------------------------------------------------
+def finite(history: fv.History) -> None:
+    assert history.diverged_at is None
+    for value in (history.loss, history.weights, *history.state.params.values()):
+        assert bool(torch.isfinite(value).all())
+
+
+@by_label
+@pytest.mark.parametrize("clients", [1, 2])
+@pytest.mark.parametrize("engine", ["reference", "auto"])
+def test_few_clients(method: fv.Method, clients: int, engine: str) -> None:
+    data = fv.Federation.from_arrays(
+        arrays([4] * clients), test=arrays([2] * clients), classes=3
+    )  # fmt: skip
+    history = fv.train("multinomial", data, method, rounds=3, engine=engine)
+    finite(history)
+    if clients == 1:
+        assert history.fairness().variance_over_clients == 0
+
+
+@by_label
+def test_clients_with_one_sample_of_one_class(method: fv.Method) -> None:
+    labels = [0, 1, 2, 1]
+    data = fv.Federation.from_arrays(arrays([1, 1, 1, 1], labels), test=arrays([1] * 4, labels))
+    history = fv.train("multinomial", data, method, rounds=3, batch_size=2, local_epochs=1)
+    finite(history)
+    assert np.isfinite(history.fairness().mean)
+
+
+@by_label
+def test_a_client_without_test_samples_counts_in_no_mean(method: fv.Method) -> None:
+    test = arrays([3, 0, 2])
+    data = fv.Federation.from_arrays(arrays([4, 3, 2]), test=test, classes=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        history = fv.train("multinomial", data, method, rounds=2)
+        found = history.fairness()
+    finite(history)
+    table = history.accuracy["test", "global"]
+    assert table.isnan().any(0).tolist() == [False, True, False]
+    assert (found.clients, found.dropped_clients) == (2, 1)
+    assert found.mean == pytest.approx(float(table[-1, [0, 2]].mean()))
+
+
+def test_a_federation_of_one_class() -> None:
+    """Its loss goes to zero, where AAggFF divides by the mean loss and q-FFL takes powers of it."""
+    data = fv.Federation.from_arrays(arrays([3, 3], labels=[0, 0]), classes=1)
+    for method in METHODS:
+        history = fv.train("multinomial", data, method, rounds=3)
+        finite(history)
+        assert float(history.loss.abs().max()) == 0
+
+
+def test_regression_has_losses_and_no_accuracy() -> None:
+    history = fv.train("linear", REGRESSION, fv.FairGrad(0.1), rounds=3, lr=0.05, loss="mse")
+    finite(history)
+    assert not history.accuracy
+    with pytest.raises(fv.BadInput, match="regression has no accuracy"):
+        history.fairness()
+
+
+def test_a_loss_of_ones_own() -> None:
+    def squared_hinge(outputs: Tensor, y: Tensor) -> Tensor:
+        return torch.relu(1 - outputs.gather(1, y[:, None])[:, 0]) ** 2
+
+    for engine in ("reference", "pooled", "vmapped"):
+        history = fv.train("multinomial", DATA, fv.FedAvg(), 5, loss=squared_hinge, engine=engine)
+        assert float(history.loss[-1].mean()) < float(history.loss[0].mean())
