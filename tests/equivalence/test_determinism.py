@@ -126,7 +126,7 @@ def test_other_seeds_other_numbers() -> None:
     assert not torch.equal(first, second)
 
 
-@pytest.mark.parametrize("engine", ["reference", "pooled", "vmapped"])
+@pytest.mark.parametrize("engine", ["reference", "pooled", "vmapped", "blocked"])
 def test_the_caller_is_left_alone(engine: str) -> None:
     """The module, the federation and every global random generator are as they were."""
     module = small_cnn(batch_norm=True).eval()

@@ -6,28 +6,59 @@ import hashlib
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float32, Integer, Shaped, UInt8
 
 from fairvar.errors import BadInput
+
+BLOCK = 2048  # samples converted at a time, so that no second copy of a whole set ever exists
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Pixels 0 … 255 → (pixel / 255 − mean) / sd, per channel; one number serves all features.
+
+    Large image sets stay bytes until they are dealt to clients: a quarter of the memory.
+    """
+
+    mean: tuple[float, ...]
+    sd: tuple[float, ...]
+
+    def apply(
+        self, raw: UInt8[np.ndarray, "N *features"], out: Float32[np.ndarray, "N *features"]
+    ) -> None:
+        """By a table of the 256 results: exact, and no temporary in double precision."""
+        levels = np.arange(256) / 255.0
+        tables = [
+            ((levels - mean) / sd).astype(np.float32)
+            for mean, sd in zip(self.mean, self.sd, strict=True)
+        ]
+        if len(tables) == 1:
+            out[...] = tables[0][raw]
+            return
+        for channel, table in enumerate(tables):
+            out[:, channel] = table[raw[:, channel]]
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """Normalised float32 inputs (images channel first) with integer labels.
 
-    The pool, if there is one, holds further samples of the same law: clients validate and test on
+    With a `scale`, x and pool_x are still bytes, to be normalised as samples are gathered. The
+    pool, if there is one, holds further samples of the same law: clients validate and test on
     it, so that even a client with few training samples is measured precisely. `groups` name the
     natural client of each sample. Without `sha256` the arrays' own is computed.
     """
 
     name: str
-    x: np.ndarray  # float32 (N, *features)
+    x: np.ndarray  # float32 (N, *features), or uint8 with a scale
     y: np.ndarray  # integer (N,)
     classes: int
-    pool_x: np.ndarray | None = None  # float32 (P, *features)
+    pool_x: np.ndarray | None = None  # as x: (P, *features)
     pool_y: np.ndarray | None = None  # integer (P,)
     groups: np.ndarray | None = None  # (N,)
     sha256: str = ""
     provenance: str = ""
+    scale: Scale | None = None
 
     def __post_init__(self) -> None:
         if (self.pool_x is None) != (self.pool_y is None):
@@ -35,36 +66,69 @@ class Dataset:
         if self.groups is not None and len(self.groups) != len(self.y):
             raise BadInput(f"data set {self.name}: {len(self.groups)} group ids but "
                            f"{len(self.y)} samples; give one each")  # fmt: skip
-        _check(self.name, "x", self.x, self.y, self.classes)
+        self._check("x", self.x, self.y)
         if self.pool_x is not None and self.pool_y is not None:
-            _check(self.name, "pool_x", self.pool_x, self.pool_y, self.classes)
+            self._check("pool_x", self.pool_x, self.pool_y)
             if self.pool_x.shape[1:] != self.x.shape[1:]:
                 raise BadInput(f"data set {self.name}: pool samples have shape "
                                f"{self.pool_x.shape[1:]} but x has {self.x.shape[1:]}")  # fmt: skip
         if not self.sha256:
             object.__setattr__(self, "sha256", _arrays_sha256(self))
 
+    def _check(self, part: str, x: np.ndarray, y: np.ndarray) -> None:
+        where = f"data set {self.name}: "
+        if len(x) != len(y):
+            raise BadInput(f"{where}{part} has {len(x)} samples but {len(y)} labels")
+        if x.dtype != (np.float32 if self.scale is None else np.uint8):
+            raise BadInput(f"{where}{part} is {x.dtype}; normalise it to float32 first")
+        if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
+            raise BadInput(f"{where}the labels of {part} are {y.dtype} of shape {y.shape}; "
+                           "give one integer per sample")  # fmt: skip
+        bad = np.flatnonzero((y < 0) | (y >= self.classes))
+        if len(bad):
+            raise BadInput(
+                f"{where}label {y[bad[0]]} of sample {bad[0]} in {part} is outside "
+                f"0 … {self.classes - 1}; number the labels from 0 or raise classes"
+            )
+        if self.scale is None:
+            _check_finite(where + part, x)
 
-def _check(name: str, part: str, x: np.ndarray, y: np.ndarray, classes: int) -> None:
-    if len(x) != len(y):
-        raise BadInput(f"data set {name}: {part} has {len(x)} samples but {len(y)} labels")
-    if x.dtype != np.float32:
-        raise BadInput(f"data set {name}: {part} is {x.dtype}; normalise it to float32 first")
-    if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
-        raise BadInput(f"data set {name}: the labels of {part} are {y.dtype} of shape {y.shape}; "
-                       "give one integer per sample")  # fmt: skip
-    bad = np.flatnonzero((y < 0) | (y >= classes))
-    if len(bad):
-        raise BadInput(
-            f"data set {name}: label {y[bad[0]]} of sample {bad[0]} in {part} is outside "
-            f"0 … {classes - 1}; number the labels from 0 or raise classes"
-        )
+    def gather(
+        self, rows: Integer[np.ndarray, " n"], from_pool: bool = False
+    ) -> tuple[Float32[np.ndarray, "n *features"], Integer[np.ndarray, " n"]]:
+        """Normalised samples and labels of some rows, block by block into one new array."""
+        x, y = (self.pool_x, self.pool_y) if from_pool else (self.x, self.y)
+        if x is None or y is None:
+            raise BadInput(f"data set {self.name} has no pool; use holdout 'split' or 'auto'")
+        out = np.empty((len(rows), *x.shape[1:]), dtype=np.float32)
+        for start in range(0, len(rows), BLOCK):
+            block = x[rows[start : start + BLOCK]]
+            if self.scale is None:
+                out[start : start + BLOCK] = block
+            else:
+                self.scale.apply(block, out[start : start + BLOCK])
+        return out, y[rows].astype(np.int64)
+
+
+def _check_finite(where: str, x: Shaped[np.ndarray, "N *features"]) -> None:
+    for start in range(0, len(x), BLOCK):
+        block = np.isfinite(x[start : start + BLOCK])
+        if not block.all():
+            sample = start + int(np.argwhere(~block)[0, 0])
+            raise BadInput(f"{where} holds NaN or infinity first in sample {sample}; clean the "
+                           "data first")  # fmt: skip
+
+
+def update_digest(digest: hashlib._Hash, array: np.ndarray) -> None:
+    """Feed an array's type, shape and values to a checksum, without a copy where possible."""
+    digest.update(f"{array.dtype.str}{array.shape}".encode())
+    if array.size:
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _arrays_sha256(dataset: Dataset) -> str:
     digest = hashlib.sha256()
     for array in (dataset.x, dataset.y, dataset.pool_x, dataset.pool_y, dataset.groups):
         if array is not None:
-            digest.update(f"{array.dtype.str}{array.shape}".encode())
-            digest.update(np.ascontiguousarray(array).tobytes())
+            update_digest(digest, array)
     return digest.hexdigest()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -164,16 +165,12 @@ def _calls(active: int, width: int) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(cuts) if b > a]
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):  # a tuple, because vmap looks into those
     direction: Tree
     gradient: Tree
     buffers: Tree
     loss: Tensor
     own: Tensor
-
-
-torch.utils._pytree.register_dataclass(_Step, serialized_type_name="fairvar.engine.vmapped._Step")
 
 
 def _client_step(run: Run, sent: Sent) -> Callable[..., _Step]:

@@ -44,7 +44,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -196,7 +196,7 @@ def call(
     params: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     inputs: Tensor,
-    sample_weight: Float[Tensor, " b"] | None = None,
+    sample_weight: Shaped[Tensor, " b"] | None = None,
 ) -> tuple[Any, Tree]:
     """Outputs and new buffers of `module` with these parameters; changes nothing it is given."""
     state = {**params, **buffers}

@@ -1,8 +1,9 @@
-"""What people read: tables and figures."""
+"""What people read: tables, figures and the page that holds them."""
 
 from __future__ import annotations
 
 from fairvar.report import figures
+from fairvar.report.page import Page, PageFigure, Section, figure_svg, render_page, write_page
 from fairvar.report.render import (
     RENDERERS,
     render,
@@ -26,14 +27,20 @@ __all__ = [
     "Cell",
     "Column",
     "Estimate",
+    "Page",
+    "PageFigure",
     "Row",
+    "Section",
     "Table",
+    "figure_svg",
     "figures",
     "mean_and_standard_error",
     "render",
+    "render_page",
     "to_csv",
     "to_latex",
     "to_markdown",
     "to_rich",
     "to_terminal",
+    "write_page",
 ]

@@ -1,0 +1,93 @@
+"""What every file reader returns: a data set as its files hold it, in one canonical order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Integer
+
+from fairvar.data.dataset import update_digest
+from fairvar.errors import BadInput, IntegrityError
+
+
+@dataclass(frozen=True, eq=False)
+class Raw:
+    """The first `train` samples are the training part, the rest the official test part.
+
+    x: uint8 pixels (N, channels, height, width), or float32 where a user's array has floats.
+    """
+
+    x: np.ndarray
+    y: np.ndarray  # int64 (N,)
+    train: int
+    classes: int
+    groups: np.ndarray | None = None
+    note: str = ""  # which form of the data this is
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the decoded arrays: the same for every form of the same data."""
+        digest = hashlib.sha256(f"train={self.train}".encode())
+        for array in (self.x, self.y.astype("<i8"), self.groups):
+            if array is not None:
+                update_digest(digest, array)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One form in which a data set may lie in a folder."""
+
+    match: Callable[[Path], list[Path]]  # the files at a path that have this form, or none
+    read: Callable[[Sequence[Path]], Raw]
+    cached: bool = False  # slow to decode
+
+
+def refused(where: str | Path, why: str) -> IntegrityError:
+    """A file is not what it should be; folders are left out of the message."""
+    return IntegrityError(f"{where.name if isinstance(where, Path) else where} is refused: {why}")
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error that another library raised."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+
+
+def read_capped(path: Path, most: int) -> bytes:
+    """A whole file, if it is there and not larger than any file of its kind."""
+    try:
+        size = path.stat().st_size
+        if size > most:
+            raise refused(path, f"it has {size} bytes, more than the {most} allowed")
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise IntegrityError(f"{path.name} is missing in {path.parent}") from None
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror}") from None
+
+
+def check_labels(where: str | Path, labels: Integer[np.ndarray, " N"], classes: int) -> None:
+    bad = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(bad):
+        raise refused(where, f"label {labels[bad[0]]} of image {bad[0]} is outside "
+                             f"0 … {classes - 1}")  # fmt: skip
+
+
+def joined(
+    train: Sequence[tuple[np.ndarray, np.ndarray]],
+    test: Sequence[tuple[np.ndarray, np.ndarray]],
+    classes: int,
+    note: str,
+) -> Raw:
+    """Parts of one set as one `Raw`, copied once."""
+    parts = [*train, *test]
+    x = np.concatenate([images for images, _ in parts])
+    y = np.concatenate([labels for _, labels in parts]).astype(np.int64)
+    return Raw(x, y, sum(len(labels) for _, labels in train), classes, note=note)
+
+
