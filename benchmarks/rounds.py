@@ -2,7 +2,7 @@
 
 The contenders alternate, so that a noisy machine disturbs both; what counts is the ratio of
 medians. The loop is what a careful person writes by hand: load the global model, forward, backward,
-SGD step, add up the client models. It has no data loader and no packaging, so frameworks are slower than it.
+SGD step, add up the client models. It has no data loader, no packaging: frameworks are slower.
 
     python benchmarks/rounds.py            # about a minute
     python benchmarks/rounds.py --repeat 9 --json

@@ -40,7 +40,7 @@ def _entry(name: str, method: Method) -> dict[str, Any]:
         "up": _floats(traffic.floats_up),
         "reveals": list(method.reveals),
         "sums_suffice": method.sums_suffice,
-        "curvature": method.curvature > 0,
+        "curvature": method.uses_curvature,
         "options": _options(type(method)),
         "equation": (type(method).__doc__ or "").strip().splitlines()[0],
     }

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from fairvar.methods.base import Method
 from fairvar.metrics import Fairness, fairness
 
 Key = tuple[str, str]  # (split, model): ("test", "global"), ("valid", "local"), …
+Tables = dict[str, Tensor]  # observations as flat tensors, named "loss", "accuracy/test/global", …
 
 
 class Frame(dict[str, np.ndarray]):
@@ -37,12 +37,15 @@ class Frame(dict[str, np.ndarray]):
 
 @dataclass(frozen=True)
 class History:
-    """Rows of `loss` and `weights` are the rounds t = 0 … T−1; row e of an evaluated quantity was
-    seen after `evaluated[e]` rounds. "global" is the shared model x^{t+1}, "local" the client's own
-    x_i^{t+1} before aggregation."""
+    """Row r of `loss` and `weights` is round t = `observed[r]` (all rounds 0 … T−1, or, read from
+    a stored run, those that were evaluated); row e of an evaluated quantity was seen after
+    `evaluated[e]` rounds. "global" is the shared model x^{t+1}, "local" the client's own x_i^{t+1}
+    before aggregation."""
 
     method: Method
     state: State
+    rounds: int  # rounds done
+    observed: Int64[Tensor, " T"]
     loss: Float64[Tensor, "T n"]  # f_i(x^t) on training data
     weights: Float64[Tensor, "T n"]  # aggregation weights as used
     ascended: Float64[Tensor, " T"]  # share of clients whose own gradient had a negative factor
@@ -57,10 +60,6 @@ class History:
     bytes_up: int
     diverged_at: int | None = None  # the first round whose losses or model were not finite
     birth: Mapping[str, Any] = field(default_factory=dict)  # version, device, seed, wall time
-
-    @property
-    def rounds(self) -> int:
-        return len(self.loss)
 
     @property
     def model(self) -> dict[str, Tensor]:
@@ -79,9 +78,8 @@ class History:
     def to_frame(self) -> Frame:
         """One row per (round, client, split, model, quantity)."""
         blocks: list[tuple[str, str, str, Tensor, Tensor]] = []
-        rounds = torch.arange(self.rounds)
-        blocks.append(("train", "global", "loss", rounds, self.loss))
-        blocks.append(("", "", "weight", rounds, self.weights))
+        blocks.append(("train", "global", "loss", self.observed, self.loss))
+        blocks.append(("", "", "weight", self.observed, self.weights))
         for quantity, values in (
             ("accuracy", self.accuracy),
             ("evaluated_loss", self.evaluated_loss),
@@ -99,3 +97,44 @@ class History:
             for name, text in (("split", split), ("model", model), ("quantity", quantity)):
                 columns[name].append(np.full(table.numel(), text))
         return Frame({name: np.concatenate(parts) for name, parts in columns.items()})
+
+
+def history_from_tables(
+    tables: Tables,
+    *,
+    method: Method,
+    state: State,
+    rounds: int,
+    observed: Tensor,
+    samples: Mapping[str, Tensor],
+    classifies: bool,
+    diverged_at: int | None,
+    birth: Mapping[str, Any],
+) -> History:
+    """The History of a run that has just ended, or of one that was stored."""
+
+    def group(quantity: str) -> dict[Key, Tensor]:
+        names = [name.split("/") for name in tables if name.startswith(quantity + "/")]
+        return {(split, model): tables[f"{quantity}/{split}/{model}"] for _, split, model in names}
+
+    exchanges, bytes_down, bytes_up = tables["counters"].tolist()
+    return History(
+        method=method,
+        state=state,
+        rounds=rounds,
+        observed=observed,
+        loss=tables["loss"],
+        weights=tables["weights"],
+        ascended=tables["ascended"],
+        evaluated=tables["evaluated"],
+        accuracy=group("accuracy") if classifies else {},
+        evaluated_loss=group("evaluated_loss"),
+        gradient_variance=tables["gradient_variance"],
+        update_norm=tables["update_norm"],
+        samples=samples,
+        exchanges=exchanges,
+        bytes_down=bytes_down,
+        bytes_up=bytes_up,
+        diverged_at=diverged_at,
+        birth=birth,
+    )

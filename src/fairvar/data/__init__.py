@@ -1,8 +1,9 @@
 """Data sets, partitions and the way from both to a `Federation`."""
 
-from fairvar.data.dataset import Dataset
-from fairvar.data.load import DATASETS, build_federation, load_federation
+from fairvar.data.dataset import Dataset, Scale
+from fairvar.data.load import DATASET_NAMES, DATASETS, build_federation, load_federation
 from fairvar.data.partition import IID, Assignment, Dirichlet, Natural, Partition, Shards
+from fairvar.data.sources import SOURCES, describe, verify
 from fairvar.data.synthetic import (
     gradient_variance_minimiser,
     logistic,
@@ -12,17 +13,22 @@ from fairvar.data.synthetic import (
 
 __all__ = [
     "DATASETS",
+    "DATASET_NAMES",
     "IID",
+    "SOURCES",
     "Assignment",
     "Dataset",
     "Dirichlet",
     "Natural",
     "Partition",
+    "Scale",
     "Shards",
     "build_federation",
+    "describe",
     "gradient_variance_minimiser",
     "load_federation",
     "logistic",
     "quadratics",
     "random_quadratics",
+    "verify",
 ]

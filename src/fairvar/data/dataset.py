@@ -24,7 +24,7 @@ class Scale:
     sd: tuple[float, ...]
 
     def apply(
-        self, raw: UInt8[np.ndarray, "N *features"], out: Float32[np.ndarray, "N *features"]
+        self, raw: UInt8[np.ndarray, " N *features"], out: Float32[np.ndarray, " N *features"]
     ) -> None:
         """By a table of the 256 results: exact, and no temporary in double precision."""
         levels = np.arange(256) / 255.0
@@ -95,7 +95,7 @@ class Dataset:
 
     def gather(
         self, rows: Integer[np.ndarray, " n"], from_pool: bool = False
-    ) -> tuple[Float32[np.ndarray, "n *features"], Integer[np.ndarray, " n"]]:
+    ) -> tuple[Float32[np.ndarray, " n *features"], Integer[np.ndarray, " n"]]:
         """Normalised samples and labels of some rows, block by block into one new array."""
         x, y = (self.pool_x, self.pool_y) if from_pool else (self.x, self.y)
         if x is None or y is None:
@@ -110,7 +110,7 @@ class Dataset:
         return out, y[rows].astype(np.int64)
 
 
-def _check_finite(where: str, x: Shaped[np.ndarray, "N *features"]) -> None:
+def _check_finite(where: str, x: Shaped[np.ndarray, " N *features"]) -> None:
     for start in range(0, len(x), BLOCK):
         block = np.isfinite(x[start : start + BLOCK])
         if not block.all():

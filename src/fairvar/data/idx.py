@@ -19,7 +19,7 @@ MOST_BYTES = 256 << 20
 SIDE = 28
 
 
-def read_idx(path: Path, axes: int) -> UInt8[np.ndarray, "..."]:
+def read_idx(path: Path, axes: int) -> UInt8[np.ndarray, " *axes"]:
     """Two zero bytes, type 8 (uint8), number of axes, their big-endian lengths, the values."""
     data = read_compressed(path, MOST_BYTES)
     if data[:4] != bytes((0, 0, 8, axes)):

@@ -66,12 +66,13 @@ class Inflated:
         try:
             while not self.machine.eof:
                 data = getattr(self.machine, "unconsumed_tail", b"")
-                if not data and getattr(self.machine, "needs_input", True):
+                hungry = not data and getattr(self.machine, "needs_input", True)
+                if hungry:
                     data = self.file.read(PIECE)
                 piece = self.machine.decompress(data, limit)
                 if piece:
                     return cast(bytes, piece)
-                if not data and not self.machine.eof:
+                if hungry and not data and not self.machine.eof:
                     raise refused(self.where, "it is cut off")
         except (zlib.error, lzma.LZMAError) as error:
             raise refused(self.where, f"it is damaged ({reason(error)})") from None
@@ -98,9 +99,7 @@ def check_name(where: str, name: str) -> None:
         raise refused(where, f"it has an entry with the path {name[:80]!r}")
 
 
-def tar_files(
-    path: Path, most: int, wanted: Callable[[str], bool]
-) -> Iterator[tuple[str, bytes]]:
+def tar_files(path: Path, most: int, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
     """Name and content of the wanted files of a .tar.gz or .tar.xz, in the archive's order."""
     try:
         with path.open("rb") as file:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
+import torch
 from jaxtyping import Float, Int64, Integer
 
 from fairvar import rng
-from fairvar.data import embedded, synthetic
+from fairvar.data import embedded, sources, synthetic
 from fairvar.data.dataset import Dataset
 from fairvar.data.partition import Assignment, Dirichlet, Natural, Partition
 from fairvar.data.passport import passport
+from fairvar.data.subsample import subsample
 from fairvar.errors import BadInput, unknown
-from fairvar.federation import SPLITS, Federation
+from fairvar.federation import SPLITS, Federation, Split
 
 Holdout = Literal["auto", "split", "pool"]
 Rows = list[np.ndarray]  # sample indices per client
-Pairs = list[tuple[np.ndarray, np.ndarray]]  # (x, y) per client
 
 DEFAULT_SPLIT = (0.8, 0.1, 0.1)
 
@@ -32,6 +34,9 @@ DATASETS: dict[str, Callable[[int, int], Dataset | Federation]] = {
 }
 
 
+DATASET_NAMES = (*DATASETS, *sources.SOURCES)
+
+
 def load_federation(
     name: str,
     clients: int = 50,
@@ -41,25 +46,42 @@ def load_federation(
     split: tuple[float, float, float] = DEFAULT_SPLIT,
     holdout: Holdout = "auto",
     pool_samples: int = 200,
+    fraction: float = 1.0,
+    samples: int | None = None,
+    root: str | Path | None = None,
 ) -> Federation:
     """A federation by the name of its data; without a partition, Dirichlet(alpha=0.1).
 
     `split`: shares of train, valid and test of each client. `holdout`: with "pool" clients train on
     all their samples and are validated and tested on `pool_samples` each from the data set's pool;
     "auto" does so where there is a pool. `seed` decides who holds what, not how training runs.
+
+    Sets that are read from files (`sources.SOURCES`) merge their official training and test parts,
+    unless holdout is "pool": then the test part is the pool. `root` is where the files lie;
+    `fraction` or `samples` take a stratified part, always the same one.
     """
-    if name not in DATASETS:
-        raise unknown("data set", name, DATASETS)
+    if name not in DATASET_NAMES:
+        raise unknown("data set", name, DATASET_NAMES)
     if clients < 1:
         raise BadInput(f"clients = {clients}; a federation needs at least one client")
-    data = DATASETS[name](clients, seed)
+    data: Dataset | Federation
+    if name in sources.SOURCES:
+        data = sources.load(name, root, pool=holdout == "pool")
+    elif root is not None:
+        raise BadInput(f"{name} is part of the package; leave root out")
+    else:
+        data = DATASETS[name](clients, seed)
     if isinstance(data, Dataset):
-        partition = partition or Dirichlet(alpha=0.1)
-        return build_federation(data, clients, partition, seed, split, holdout, pool_samples)
+        return build_federation(
+            data, clients, partition or Dirichlet(alpha=0.1), seed, split, holdout, pool_samples,
+            fraction=fraction, samples=samples,
+        )  # fmt: skip
     if not (partition is None or isinstance(partition, Natural)):
         raise BadInput(f"{name} is made client by client; leave the partition out or use natural")
     if split != DEFAULT_SPLIT or holdout != "auto":
         raise BadInput(f"{name} comes with its own splits; leave split and holdout out")
+    if fraction != 1 or samples is not None:
+        raise BadInput(f"{name} is made client by client; leave fraction and samples out")
     return data
 
 
@@ -71,31 +93,42 @@ def build_federation(
     split: tuple[float, float, float] = DEFAULT_SPLIT,
     holdout: Holdout = "auto",
     pool_samples: int = 200,
+    *,
+    fraction: float = 1.0,
+    samples: int | None = None,
 ) -> Federation:
     """Deal a data set to clients and split each client's part (see `load_federation`)."""
+    dataset = subsample(dataset, fraction, samples)
     if holdout == "auto":
         holdout = "split" if dataset.pool_x is None else "pool"
     shares = _checked_split(split)
     draw = rng.stream(seed, "partition", dataset.name)
     assignment = partition.assign(dataset.y, clients, draw, dataset.groups)
     if holdout == "pool":
-        pairs = _from_pool(dataset, assignment, seed, pool_samples)
+        rows = _from_pool(dataset, assignment, seed, pool_samples)
     else:
-        pairs = _from_split(dataset, assignment, seed, shares)
+        rows = _from_split(assignment, seed, shares)
+    scale = dataset.scale
     facts: dict[str, Any] = {
         **passport(dataset.y, assignment),
         "dataset": dataset.name,
         "dataset_sha256": dataset.sha256,
+        "provenance": dataset.provenance,
+        "fraction": fraction,
+        "samples": samples,
+        "normalisation": scale and {"mean": list(scale.mean), "sd": list(scale.sd)},
         "partition": msgspec.to_builtins(partition),
         "seed": seed,
         "holdout": holdout,
         "split": list(shares) if holdout == "split" else None,
         "pool_samples": pool_samples if holdout == "pool" else None,
-        "split_sizes": {part: [len(y) for _, y in of] for part, of in pairs.items()},
+        "split_sizes": {part: [len(r) for r in of] for part, of in rows.items()},
     }
-    return Federation.from_arrays(
-        **pairs, classes=dataset.classes, name=dataset.name, passport=facts
-    )
+    splits: dict[str, Any] = {
+        part: _laid_out(dataset, of, holdout == "pool" and part != "train")
+        for part, of in rows.items()
+    }
+    return Federation(**splits, classes=dataset.classes, name=dataset.name, passport=facts)
 
 
 def _checked_split(split: tuple[float, float, float]) -> tuple[float, float, float]:
@@ -121,8 +154,8 @@ def held_out_counts(samples: int, valid: float, test: float) -> tuple[int, int]:
 
 
 def _from_split(
-    dataset: Dataset, assignment: Assignment, seed: int, split: tuple[float, float, float]
-) -> dict[str, Pairs]:
+    assignment: Assignment, seed: int, split: tuple[float, float, float]
+) -> dict[str, Rows]:
     rows: dict[str, Rows] = {part: [] for part in SPLITS}
     for client, owned in enumerate(assignment.indices):
         shuffled = rng.stream(seed, "split", client).permutation(owned)
@@ -135,12 +168,12 @@ def _from_split(
         if not any(len(piece) for piece in rows[part]):
             raise BadInput(f"no client has the 3 samples it takes to hold out {part} data; use "
                            "fewer clients or split = (1, 0, 0)")  # fmt: skip
-    return {part: _pairs(dataset.x, dataset.y, rows[part]) for part in wanted}
+    return {part: rows[part] for part in wanted}
 
 
 def _from_pool(
     dataset: Dataset, assignment: Assignment, seed: int, pool_samples: int
-) -> dict[str, Pairs]:
+) -> dict[str, Rows]:
     """All own samples train. Validation and test come from two halves of the pool, own label mix.
 
     Clients may share pool images, a client has none twice, and no image validates and tests.
@@ -149,20 +182,19 @@ def _from_pool(
         raise BadInput(f"data set {dataset.name} has no pool; use holdout 'split' or 'auto'")
     if pool_samples < 1:
         raise BadInput(f"pool_samples = {pool_samples}; use at least 1, or holdout 'split'")
-    pairs = {"train": _pairs(dataset.x, dataset.y, assignment.indices)}
+    rows = {"train": assignment.indices}
     labels, code = np.unique(dataset.y, return_inverse=True)
     halves = _pool_halves(dataset.pool_y, labels, seed)
     for part, members_by_label in halves.items():
         room = np.array([len(members) for members in members_by_label])
-        rows = []
+        rows[part] = []
         for client, owned in enumerate(assignment.indices):
             count = np.bincount(code[owned], minlength=len(labels))
             draw = rng.stream(seed, "pool", part, client)
             quota = _label_quota(count, room, pool_samples)
             chosen = [draw.permutation(m)[:q] for m, q in zip(members_by_label, quota, strict=True)]
-            rows.append(np.concatenate(chosen))
-        pairs[part] = _pairs(dataset.pool_x, dataset.pool_y, rows)
-    return pairs
+            rows[part].append(np.concatenate(chosen))
+    return rows
 
 
 def _pool_halves(
@@ -198,5 +230,11 @@ def _label_quota(
     return np.minimum(quota, room)
 
 
-def _pairs(x: np.ndarray, y: np.ndarray, rows: Rows) -> Pairs:
-    return [(x[r], y[r]) for r in rows]
+def _laid_out(dataset: Dataset, rows: Rows, from_pool: bool) -> Split:
+    """The samples of all clients, gathered straight into their final place.
+
+    `Dataset` has checked values and labels; `Federation.from_arrays` would copy them twice more.
+    """
+    x, y = dataset.gather(np.concatenate(rows), from_pool)
+    counts = torch.tensor([len(r) for r in rows], dtype=torch.int64)
+    return Split(torch.from_numpy(x), torch.from_numpy(y), counts)

@@ -89,5 +89,3 @@ def joined(
     x = np.concatenate([images for images, _ in parts])
     y = np.concatenate([labels for _, labels in parts]).astype(np.int64)
     return Raw(x, y, sum(len(labels) for _, labels in train), classes, note=note)
-
-

@@ -50,7 +50,7 @@ def blocked_round(run: Run, state: State, t: int) -> Outcome:
         torch.as_tensor(c, dtype=torch.float64, device=run.device).expand(n)
         for c in method.coefficients(loss, a)
     )
-    if method.curvature:
+    if method.uses_curvature:
         update = _with_curvature(run, method, state, blocks, gradient, g, (weights, own, shared))
         normaliser: Tensor | float = 1.0
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,15 +11,26 @@ from torch import Tensor
 from fairvar.engine.evaluate import Scores, evaluate_own, evaluate_shared
 from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State
-from fairvar.engine.vmapped import Trained
-from fairvar.history import History, Key
-from fairvar.tree import add, size, squared_norm, tree_map, weighted_sum
+from fairvar.engine.vmapped import TileSums, Trained, client_norms
+from fairvar.history import History, Key, Tables, history_from_tables
+from fairvar.tree import size, squared_norm, tree_map
 
 
 class Evaluation(NamedTuple):
     scores: dict[Key, Scores]
     gradient_variance: Tensor  # ()
     update_norm: Tensor  # (clients,)
+
+    def is_finite(self) -> bool:
+        """False if the model is so far off that its losses overflow (clients without samples, and
+        what was not watched, are NaN and do not count)."""
+        values = [s.loss for s in self.scores.values()] + [self.update_norm]
+        return not any(bool(torch.isinf(v).any()) for v in values) and self._model_is_finite()
+
+    def _model_is_finite(self) -> bool:
+        return not any(
+            bool(torch.isnan(s.loss).all()) for (_, m), s in self.scores.items() if m == "global"
+        )
 
 
 class Observation:
@@ -30,16 +41,15 @@ class Observation:
         nothing = torch.full_like(run.share, torch.nan)
         self.update_norm = nothing.clone()
         self.squared_gradient_norm = nothing.clone()
-        self.mean_gradient: dict[str, Tensor] | None = None
+        self.sums = TileSums()
         self.local = {s: Scores(nothing.clone(), nothing.clone()) for s in splits}
 
     def __call__(self, trained: Trained) -> None:
         ids, run = trained.ids, self.run
         moved = tree_map(lambda x, xi: xi - x, self.before.x, trained.params)
-        self.update_norm[ids] = squared_norm(moved, batched=True).double().sqrt()
-        self.squared_gradient_norm[ids] = squared_norm(trained.gradient, batched=True).double()
-        part = weighted_sum(run.share[ids], trained.gradient)
-        self.mean_gradient = part if self.mean_gradient is None else add(self.mean_gradient, part)
+        self.update_norm[ids] = client_norms(moved).sqrt()
+        self.squared_gradient_norm[ids] = client_norms(trained.gradient)
+        self.sums.add("gradient", run.share[ids], trained.gradient)
         for split, table in self.local.items():
             data = run.federation.splits[split]
             scores = evaluate_own(run.task, trained.params, trained.buffers, data, ids)
@@ -56,21 +66,23 @@ class Observation:
             if self.watches_clients:
                 scores[split, "local"] = self.local[split]
         variance = torch.full((), torch.nan, dtype=torch.float64, device=run.device)
-        if self.mean_gradient is not None:
-            mean = squared_norm(self.mean_gradient).double()
+        if "gradient" in self.sums.trees:
+            mean = squared_norm(self.sums.trees["gradient"]).double()
             variance = run.share @ self.squared_gradient_norm - mean
         return Evaluation(scores, variance, self.update_norm)
 
 
 class Book:
-    """Keeps everything on the run's device until the run ends."""
+    """Keeps everything on the run's device until the run ends; `tables` is what is kept of it."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, tables: Tables | None = None) -> None:
         self.run = run
         self.diverged_at: int | None = None
-        self.exchanges = self.bytes_down = self.bytes_up = 0
         self.outcomes: list[tuple[Tensor, Tensor, Tensor]] = []  # loss, weights, ascended
         self.evaluations: list[tuple[int, Evaluation]] = []
+        self.exchanges = self.bytes_down = self.bytes_up = 0
+        if tables is not None:
+            self._reopen(tables)
 
     def write(self, outcome: Outcome, t: int) -> None:
         self.outcomes.append((outcome.loss, outcome.weights, outcome.ascended))
@@ -84,37 +96,59 @@ class Book:
     def write_evaluation(self, rounds_done: int, evaluation: Evaluation) -> None:
         self.evaluations.append((rounds_done, evaluation))
 
+    def tables(self) -> Tables:
+        """All observations as flat tensors: the content of a checkpoint and of a History."""
+        n, seen = self.run.clients, [e for _, e in self.evaluations]
+        rows = list(zip(*self.outcomes, strict=True)) or [(), (), ()]
+        counters = (self.exchanges, self.bytes_down, self.bytes_up)
+        found = {
+            "loss": _table(rows[0], n),
+            "weights": _table(rows[1], n),
+            "ascended": _table(rows[2]),
+            "evaluated": torch.tensor([t for t, _ in self.evaluations], dtype=torch.int64),
+            "gradient_variance": _table([e.gradient_variance for e in seen]),
+            "update_norm": _table([e.update_norm for e in seen], n),
+            "counters": torch.tensor(counters, dtype=torch.int64),
+        }
+        for split, model in seen[0].scores if seen else ():
+            scores = [e.scores[split, model] for e in seen]
+            found[f"accuracy/{split}/{model}"] = _table([s.accuracy for s in scores], n)
+            found[f"evaluated_loss/{split}/{model}"] = _table([s.loss for s in scores], n)
+        return found
+
+    def _reopen(self, tables: Tables) -> None:
+        """Continue where `tables` left off."""
+        on = {name: table.to(self.run.device) for name, table in tables.items()}
+        self.outcomes = list(zip(on["loss"], on["weights"], on["ascended"], strict=True))
+        self.exchanges, self.bytes_down, self.bytes_up = tables["counters"].tolist()
+        keys = [(*name.split("/")[1:],) for name in tables if name.startswith("accuracy/")]
+        for e, rounds_done in enumerate(tables["evaluated"].tolist()):
+            scores = {
+                (split, model): Scores(
+                    on[f"evaluated_loss/{split}/{model}"][e], on[f"accuracy/{split}/{model}"][e]
+                )
+                for split, model in keys
+            }
+            seen = Evaluation(scores, on["gradient_variance"][e], on["update_norm"][e])
+            self.evaluations.append((rounds_done, seen))
+
     def close(self, state: State, birth: Mapping[str, Any]) -> History:
-        n = self.run.clients
-        loss, weights, ascended = (
-            zip(*self.outcomes, strict=True) if self.outcomes else ((), (), ())
-        )
-        seen = [e for _, e in self.evaluations]
-        keys = list(seen[0].scores) if seen else []
-        classifies = self.run.task.classifies
-        return History(
+        tables = self.tables()
+        rounds = len(tables["loss"])
+        return history_from_tables(
+            tables,
             method=self.run.method,
             state=state,
-            loss=_table(loss, n),
-            weights=_table(weights, n),
-            ascended=_table(ascended),
-            evaluated=torch.tensor([t for t, _ in self.evaluations], dtype=torch.int64),
-            accuracy={
-                k: _table([e.scores[k].accuracy for e in seen], n) for k in keys if classifies
-            },
-            evaluated_loss={k: _table([e.scores[k].loss for e in seen], n) for k in keys},
-            gradient_variance=_table([e.gradient_variance for e in seen]),
-            update_norm=_table([e.update_norm for e in seen], n),
+            rounds=rounds,
+            observed=torch.arange(rounds),
             samples={name: s.counts for name, s in self.run.federation.splits.items()},
-            exchanges=self.exchanges,
-            bytes_down=self.bytes_down,
-            bytes_up=self.bytes_up,
+            classifies=self.run.task.classifies,
             diverged_at=self.diverged_at,
             birth=birth,
         )
 
 
-def _table(rows: list[Tensor] | tuple[Tensor, ...], *width: int) -> Tensor:
+def _table(rows: Sequence[Tensor], *width: int) -> Tensor:
     if not rows:
         return torch.zeros(0, *width, dtype=torch.float64)
     return torch.stack(list(rows)).cpu()

@@ -78,7 +78,7 @@ def _local_step(
     """x_i ← x_i − η (own ∇f_i + shared g + γ ∇²f_i (∇f_i − g)); returns own."""
     named = {k: p for k, p in module.named_parameters() if p.requires_grad}
     loss = run.task.loss(module(x), y).mean()
-    graph = method.curvature > 0
+    graph = method.uses_curvature
     slopes = torch.autograd.grad(loss, list(named.values()), create_graph=graph)
     gradient = {k: s.detach() for k, s in zip(named, slopes, strict=True)}
     own, shared = method.coefficients(loss.detach() if fixed_loss is None else fixed_loss, a)

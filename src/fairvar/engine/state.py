@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,20 @@ class State:
     mean_loss: Tensor  # a: zero until the first report
     mean_gradient: Tree | None  # g for the next round, where a method uses the previous one
     iterate: Tree | None = None  # x^t, where the resulting model is an average of iterates
+
+    def to(self, device: torch.device | str) -> State:
+        def move(tree: Tree | None) -> Any:
+            return None if tree is None else {k: v.to(device) for k, v in tree.items()}
+
+        return State(
+            self.round,
+            move(self.params),
+            move(self.buffers),
+            move(self.memory),
+            self.mean_loss.to(device),
+            move(self.mean_gradient),
+            move(self.iterate),
+        )
 
     @property
     def x(self) -> Tree:

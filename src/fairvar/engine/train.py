@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -29,11 +31,20 @@ from fairvar.engine.task import Task, make_task
 from fairvar.engine.vmapped import vmapped_round
 from fairvar.errors import BadInput
 from fairvar.federation import Federation
-from fairvar.history import History
+from fairvar.history import History, Tables
 from fairvar.methods.base import Method
-from fairvar.tree import is_finite
 
 Progress = Callable[[int, int], None]  # (rounds done, rounds in all)
+
+
+class Checkpoint(NamedTuple):
+    """Enough to continue a run; without `tables` its history starts anew."""
+
+    state: State
+    tables: Tables | None
+
+
+Keep = Callable[[int, Callable[[], Checkpoint]], None]  # (rounds done, make a checkpoint)
 
 
 def train(
@@ -91,7 +102,8 @@ def train(
     )
     if not isinstance(method, Method):
         raise BadInput(f"method must be a fairvar Method such as FedAvg(), not {method!r}")
-    return run_rounds(model, federation, method, loss, settings, when, state, progress)
+    start = None if state is None else Checkpoint(state, None)
+    return run_rounds(model, federation, method, loss, settings, when, start, progress)
 
 
 def run_rounds(
@@ -101,17 +113,24 @@ def run_rounds(
     loss: str | LossFunction,
     settings: TrainSettings,
     when: EvaluateSettings,
-    state: State | None = None,
+    start: Checkpoint | None = None,
     progress: Progress | None = None,
+    keep: Keep | None = None,
 ) -> History:
-    """`train` with its numbers already checked."""
+    """`train` with its numbers already checked; continues from `start`, the same bit by bit.
+
+    After every round `keep` is asked to save a checkpoint, which it makes only if it wants one.
+    `progress` may raise to stop the run.
+    """
     started = time.perf_counter()
     data = federation.to(_device(settings.device), getattr(torch, settings.dtype))
     run = _make_run(make_task(model, data, loss, settings.seed), data, method, settings)
     path = choose_path(run, settings.engine)
     splits = tuple(s for s in when.splits if s in data.splits)
-    state = state or initial_state(method, run.task.params, run.task.buffers, data.clients)
-    book = Book(run)
+    state = initial_state(method, run.task.params, run.task.buffers, data.clients)
+    if start is not None:
+        state = start.state.to(run.device)
+    book = Book(run, None if start is None else start.tables)
     for t in range(state.round, settings.rounds):
         due = (t + 1) % when.every == 0 or t + 1 == settings.rounds
         seen = Observation(run, state, splits, when.local) if due else None
@@ -122,10 +141,13 @@ def run_rounds(
         state = advance(state, outcome)
         book.write(outcome, t)
         if seen is not None:
-            if not is_finite(state.params):
+            evaluation = seen.finish(state)
+            if not evaluation.is_finite():
                 book.diverged_at = t + 1
                 break
-            book.write_evaluation(t + 1, seen.finish(state))
+            book.write_evaluation(t + 1, evaluation)
+        if keep is not None:
+            keep(t + 1, partial(_checkpoint, state, book))
         if progress is not None:
             progress(t + 1, settings.rounds)
     return book.close(state, _birth(run, settings, path, time.perf_counter() - started))
@@ -143,11 +165,12 @@ def choose_path(run: Run, engine: str) -> str:
     norms = method.uses_norms or run.clip_norm is not None
     needs = [
         (not run.schedule.one_step, "several local steps"),
-        (method.curvature > 0, "curvature"),
-        (norms, "norms of client updates"),
+        (method.uses_curvature, "curvature"),
+        (method.uses_norms, "norms of client updates"),
+        (run.clip_norm is not None, "clip_norm"),
     ]
     found = [why for applies, why in needs if applies]
-    blockable = run.schedule.one_step and not (norms and method.curvature > 0)
+    blockable = run.schedule.one_step and not (norms and method.uses_curvature)
     if engine == "pooled" and found:
         raise BadInput(f'engine="pooled" cannot do {" and ".join(found)}; use "auto"')
     if engine == "blocked" and not blockable:
@@ -186,7 +209,7 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
     if method.only_one_step and not schedule.one_step:
         raise BadInput(f"{method.label} in this form takes one local step; set local_steps = 1")
     x = data.train.x
-    fitting = settings.chunk or chunk_for_memory(task, x, schedule.width, method.curvature > 0)
+    fitting = settings.chunk or chunk_for_memory(task, x, schedule.width, method.uses_curvature)
     return Run(
         task=task,
         federation=data,
@@ -200,6 +223,10 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
         share=method.share(data.sizes).to(x.device),
         ids=torch.arange(data.clients, device=x.device),
     )
+
+
+def _checkpoint(state: State, book: Book) -> Checkpoint:
+    return Checkpoint(state, book.tables())
 
 
 def _birth(run: Run, settings: TrainSettings, path: str, seconds: float) -> dict[str, object]:

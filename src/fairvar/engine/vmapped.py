@@ -50,7 +50,7 @@ class Sent:
 
 
 @dataclass
-class _Sums:
+class TileSums:
     """Σ over clients in an order that does not depend on the chunks: tile after tile."""
 
     trees: dict[str, Tree] = field(default_factory=dict)
@@ -60,6 +60,14 @@ class _Sums:
             tile = slice(start, start + TILE)
             part = tree_map(lambda leaf, s=tile: _weighted(weights[s], leaf[s]), stacked)
             self.trees[name] = add(self.trees[name], part) if name in self.trees else part
+
+
+def client_norms(stacked: Tree) -> Tensor:
+    """‖·‖² of every client, tile by tile for the same reason."""
+    clients = len(next(iter(stacked.values())))
+    tiles = [slice(start, start + TILE) for start in range(0, clients, TILE)]
+    parts = [squared_norm(tree_map(lambda leaf, s=t: leaf[s], stacked), True) for t in tiles]
+    return torch.cat(parts).double()
 
 
 def _weighted(weights: Tensor, leaf: Tensor) -> Tensor:
@@ -74,7 +82,7 @@ def vmapped_round(run: Run, state: State, t: int, observe: Observer | None = Non
     loss = loss_before if loss_before is not None else torch.zeros_like(run.share)
     weights, memory = method.weigh(state.memory, Replies(loss, run.share, run.ids, n))
 
-    sums = _Sums()
+    sums = TileSums()
     norms, own, batch_loss = (torch.zeros_like(run.share) for _ in range(3))
     for chunk in run.chunks():
         trained = train_clients(run, state, sent, batches, chunk)
@@ -86,7 +94,7 @@ def vmapped_round(run: Run, state: State, t: int, observe: Observer | None = Non
         if run.method.reports_gradient:
             sums.add("gradient", run.share[ids], trained.gradient)
         sums.add("buffers", run.share[ids], trained.buffers)
-        norms[ids] = squared_norm(update, batched=True).double()
+        norms[ids] = client_norms(update)
         own[ids], batch_loss[ids] = trained.own.double(), trained.loss.double()
 
     loss = sent.full_loss if sent.full_loss is not None else batch_loss
@@ -188,7 +196,7 @@ def _client_step(run: Run, sent: Sent) -> Callable[..., _Step]:
         direction = scale(gradient, own)
         if g is not None:
             direction = add(direction, g, shared)
-        if method.curvature:
+        if method.uses_curvature:
             away = gradient if g is None else subtract(gradient, g)
             # Forward over reverse: right for every layer, batch norm included, and it gives each
             # client its own product, which local steps need.

@@ -53,7 +53,7 @@ class AAggFF(Method, frozen=True, tag="aaggff"):
         if len(replies.loss) < K:
             raise BadInput('AAggFF.setting = "cross_silo" needs every client; use "cross_device"')
         alpha, beta, p = 4.0, K / 4, memory["p"]
-        r = response(replies.loss, self.cdf) / K
+        r = torch.zeros_like(p).index_copy(0, replies.ids, response(replies.loss, self.cdf) / K)
         g = -r / (1 + p @ r)
         linear = g if self.variant == "official" else g - beta * g * (g @ p)
         new = memory | {
@@ -63,7 +63,7 @@ class AAggFF(Method, frozen=True, tag="aaggff"):
         }
         diagonal = alpha * (1 + beta) if self.variant == "official" else alpha
         new["p"] = minimise_quadratic(diagonal, beta * new["gram"], new["gradient_sum"], p)
-        return new["p"], new
+        return new["p"][replies.ids], new
 
     def _entropic(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
         K, ids, t = replies.clients, replies.ids, float(memory["round"]) + 1

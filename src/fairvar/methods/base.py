@@ -86,6 +86,10 @@ class Method(Checked, frozen=True, tag_field="name"):
         return 0.0
 
     @property
+    def uses_curvature(self) -> bool:
+        return self.curvature != 0
+
+    @property
     def averages_iterates(self) -> bool:
         """The resulting model is the mean of all iterates instead of the last one."""
         return False

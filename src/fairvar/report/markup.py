@@ -48,6 +48,8 @@ _DRAWN = frozenset({
     "mask", "marker",
 })  # fmt: skip
 _LEFT_OUT = frozenset({"metadata", "style", "title", "desc"})
+ENLARGED = 1.25 * 96 / 72  # pixels per point: letters of 8 points are for paper, too small here
+WIDE = 600  # pixels; on a phone such a figure is shrunk less
 _PNG = "data:image/png;base64,"
 
 
@@ -70,6 +72,7 @@ def drawing(svg: str, prefix: str, name: str) -> Html:
     # matplotlib gives these as a style sheet for all elements; here they are inherited
     root.attrib |= {"stroke-linejoin": "round", "stroke-linecap": "butt"}
     root.attrib |= {"width": f"{wide:.0f}", "height": f"{high:.0f}"}
+    root.attrib |= {"class": "wide"} if wide > WIDE else {}
     root.attrib |= {"role": "img", "aria-label": _NO_TEXT.sub("\ufffd", name)}
     return Html(ElementTree.tostring(root, encoding="unicode"))
 
@@ -84,7 +87,7 @@ def _size(root: ElementTree.Element) -> tuple[float, float]:
         *_, wide, high = map(float, root.attrib["viewBox"].split())
     except (KeyError, ValueError):
         raise BadInput("a figure has no viewBox; make it with figure_svg") from None
-    return wide * 96 / 72, high * 96 / 72
+    return wide * ENLARGED, high * ENLARGED
 
 
 def _clean(element: ElementTree.Element, prefix: str) -> None:

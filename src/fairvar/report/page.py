@@ -187,13 +187,18 @@ def _parts(page: Page) -> Iterator[Html]:
 
 def _guide() -> Html:
     cards = [
-        tag("article", tag("h3", text(name)), tag("p", text(meaning)),
-            tag("p", text(DEFINITIONS[metric]), class_="formula"))
+        tag("article", tag("h3", text(name)), tag("p", _indexed(meaning)),
+            tag("p", _indexed(DEFINITIONS[metric]), class_="formula"))
         for name, metric, meaning in EXPLAINED
     ]  # fmt: skip
     title = tag("h2", text("How to read this"))
     signs = tag("p", text(SIGNS))
     return tag("section", title, tag("div", *cards, class_="cards"), signs, id=GUIDE)
+
+
+def _indexed(meaning: str) -> Html:
+    """p_k with a real subscript; longer names such as noise_floor stay as they are."""
+    return Html(re.sub(r"\b([pn])_k\b", r"\1<sub>k</sub>", text(meaning)))
 
 
 def _section(section: Section) -> Html:

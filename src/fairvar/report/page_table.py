@@ -28,7 +28,7 @@ def scrolling_table(table: Table) -> Html:
         for i, row in enumerate(table.rows)
     ]
     head = tag("thead", tag("tr", *_headers(table)))
-    caption = tag("caption", text(table.title)) if table.title else NOTHING
+    caption = tag("caption", tag("span", text(table.title))) if table.title else NOTHING
     whole = tag("table", caption, head, tag("tbody", *rows))
     return tag("div", whole, class_="scroll", tabindex="0", role="group", aria_label=table.title)
 

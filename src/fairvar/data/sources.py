@@ -1,0 +1,196 @@
+"""The data sets that are read from files: what they are, where they lie, how they are scaled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt8
+
+from fairvar.data import arrays, cifar, idx, images, packed
+from fairvar.data.cache import datasets_dir, read_through_cache
+from fairvar.data.dataset import BLOCK, Dataset, Scale
+from fairvar.data.fetch import REMOTE, checksum_error
+from fairvar.data.raw import Layout, Raw
+from fairvar.errors import BadInput, FairvarError, unknown
+
+RESEARCH = "published for research, no explicit licence; cite "
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set of files. `folders`: where under a folder of data sets it may lie."""
+
+    title: str
+    layouts: tuple[Layout, ...]
+    folders: tuple[str, ...] = ("",)
+    scale: Scale | None = None  # None: mean and sd of the training pixels themselves
+    images: int = 0  # official number, training and test part together; 0: any
+    licence: str = "your own"
+    address: str = ""
+
+
+# Constants of FL-bench (algorithms.md 3.1), Tiny ImageNet's divided by 255. Fashion-MNIST is not
+# in FL-bench's list; these are the mean and sd of its training pixels that everybody uses.
+SOURCES: dict[str, Source] = {
+    "mnist": Source(
+        "MNIST", idx.LAYOUTS, ("mnist", "MNIST/raw", "MNIST"), Scale((0.1307,), (0.3015,)),
+        70_000, RESEARCH + "LeCun et al. 1998", "http://yann.lecun.com/exdb/mnist/",
+    ),
+    "fashion_mnist": Source(
+        "Fashion-MNIST", idx.LAYOUTS,
+        ("fashion_mnist", "FashionMNIST/raw", "FashionMNIST", "fashion-mnist"),
+        Scale((0.2860,), (0.3530,)), 70_000, "MIT",
+        "https://github.com/zalandoresearch/fashion-mnist",
+    ),
+    "cifar10": Source(
+        "CIFAR-10", (*cifar.layouts(cifar.CIFAR10), *packed.CIFAR10_LAYOUTS),
+        ("cifar10", "cifar-10-batches-py", "cifar-10-batches-bin", "cifar10/cifar-10-batches-py",
+         "cifar10/cifar-10-batches-bin", ""),
+        Scale((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)), 60_000,
+        RESEARCH + "Krizhevsky 2009", "https://www.cs.toronto.edu/~kriz/cifar.html",
+    ),
+    "cifar100": Source(
+        "CIFAR-100", (*cifar.layouts(cifar.CIFAR100), *packed.CIFAR100_LAYOUTS),
+        ("cifar100", "cifar-100-python", "cifar-100-binary", "cifar100/cifar-100-python",
+         "cifar100/cifar-100-binary", "cifar100_half", ""),
+        Scale((0.5071, 0.4865, 0.4409), (0.2009, 0.1984, 0.2023)), 60_000,
+        RESEARCH + "Krizhevsky 2009", "https://www.cs.toronto.edu/~kriz/cifar.html",
+    ),
+    "tiny_imagenet": Source(
+        "Tiny ImageNet", images.TINY_LAYOUTS,
+        ("tiny-imagenet-200", "tiny_imagenet/tiny-imagenet-200", "tiny_imagenet", ""),
+        Scale((122.51 / 255, 114.29 / 255, 101.39 / 255), (58.70 / 255, 57.76 / 255, 57.67 / 255)),
+        110_000, "ImageNet pictures: non-commercial research only",
+        "https://cs231n.stanford.edu/tiny-imagenet-200.zip",
+    ),
+    "folder": Source("class sub-folders of images (root: the folder)", images.FOLDER_LAYOUTS),
+    "npz": Source("arrays x, y, groups, x_test, y_test (root: the file)", arrays.LAYOUTS),
+}  # fmt: skip
+OWN = ("folder", "npz")
+
+
+def load(name: str, root: str | Path | None = None, *, pool: bool = False) -> Dataset:
+    """A data set by name: training and test part merged, or with the test part as the pool."""
+    layout, paths = locate(name, root)
+    raw = read_through_cache(name, layout, paths)
+    source = SOURCES[name]
+    if raw.train == len(raw.y) and pool:
+        raise BadInput(f"{name} at {paths[0]} has no test part to serve as pool; use holdout "
+                       "'split' or 'auto'")  # fmt: skip
+    cut = raw.train if pool else len(raw.y)
+    groups = raw.groups
+    if groups is not None and len(groups) < cut:
+        raise BadInput("groups cover the training samples only; add groups_test or use holdout "
+                       "'pool'")  # fmt: skip
+    scale = source.scale or (own_scale(raw.x[: raw.train]) if raw.x.dtype == np.uint8 else None)
+    return Dataset(
+        name, raw.x[:cut], raw.y[:cut], raw.classes,
+        pool_x=raw.x[cut:] if pool else None, pool_y=raw.y[cut:] if pool else None,
+        groups=None if groups is None else groups[:cut],
+        sha256=raw.sha256, provenance=_provenance(source, raw), scale=scale,
+    )  # fmt: skip
+
+
+def own_scale(x: UInt8[np.ndarray, " N *features"]) -> Scale:
+    """Mean and sd per channel of images, or of all features together, on the scale 0 … 1."""
+    channels = x.shape[1] if x.ndim == 4 else 1
+    count = np.zeros((channels, 256))
+    for start in range(0, len(x), BLOCK):
+        block = x[start : start + BLOCK]
+        for channel in range(channels):
+            values = block[:, channel] if channels > 1 else block
+            count[channel] += np.bincount(values.reshape(-1), minlength=256)
+    share, levels = count / count.sum(1, keepdims=True), np.arange(256) / 255
+    mean = share @ levels
+    sd = np.sqrt(np.maximum(share @ levels**2 - mean**2, 0))
+    sd[sd < 1e-6] = 1.0  # a constant channel
+    return Scale(tuple(mean.tolist()), tuple(sd.tolist()))
+
+
+def _provenance(source: Source, raw: Raw) -> str:
+    found, official = len(raw.y), source.images
+    share = f"{100 * found / official:.3g} % of " if official else ""
+    share = {1.0: "", 0.5: "half of "}.get(found / official if official else 1.0, share)
+    title = source.title if official else raw.note
+    parts = f"{raw.train} training and {found - raw.train} test images"
+    return f"{share}{title}: {parts}" + (f", {raw.note}" if official else "")
+
+
+def _places(name: str, root: str | Path | None) -> Iterator[Path]:
+    """Where a set may lie: below the given root only, or below the usual two folders."""
+    folders = SOURCES[name].folders
+    if root is not None:
+        base = Path(root).expanduser()
+        yield base
+        yield from (base / folder for folder in folders if folder)
+        return
+    bases = [datasets_dir()]
+    if os.environ.get("FAIRVAR_DATA"):
+        bases.insert(0, Path(os.environ["FAIRVAR_DATA"]).expanduser())
+    yield from (base / folder for base in bases for folder in folders)
+
+
+def locate(name: str, root: str | Path | None = None) -> tuple[Layout, list[Path]]:
+    """The files of a data set, or a `BadInput` that says where it was looked for."""
+    if name not in SOURCES:
+        raise unknown("data set of files", name, SOURCES)
+    if name in OWN and root is None:
+        raise BadInput(f"data set {name!r} is your own; say where it lies with root")
+    try:
+        for place in _places(name, root):
+            for layout in SOURCES[name].layouts:
+                if paths := layout.match(place):
+                    return layout, paths
+    except OSError as error:
+        raise BadInput(f"cannot look for {name} in {place}: {error.strerror}") from None
+    if name in OWN:
+        raise BadInput(
+            f"root = {str(root)!r} is no {'folder' if name == 'folder' else '.npz file'}"
+        )
+    raise BadInput(
+        f"{name} was not found: root is {'not given' if root is None else repr(str(root))}, "
+        f"FAIRVAR_DATA is {os.environ.get('FAIRVAR_DATA') or 'not set'}, the cache is "
+        f"{datasets_dir()}; point to it or run: fairvar data fetch {name}"
+    )
+
+
+def describe() -> list[dict[str, Any]]:
+    """One row per data set of files, for `fairvar data list`."""
+    rows = []
+    for name, source in SOURCES.items():
+        found = "give root" if name in OWN else "not here"
+        if name not in OWN:
+            with contextlib.suppress(BadInput):
+                found = str(locate(name)[1][0])
+        size = sum(remote.size for remote in REMOTE.get(name, ()))
+        rows.append({
+            "name": name, "what": source.title, "images": source.images or None,
+            "download_mb": round(size / 1e6, 1) if size else None, "found": found,
+            "licence": source.licence, "address": source.address,
+        })  # fmt: skip
+    return rows
+
+
+def verify(name: str, root: str | Path | None = None) -> list[tuple[str, bool, str]]:
+    """(file, is it right, why) for each file, and a last row for the data as a whole."""
+    layout, paths = locate(name, root)
+    published = {remote.file: remote for remote in REMOTE.get(name, ())}
+    rows = []
+    for path in paths:
+        wrong = None if path.exists() else "it is missing"
+        why = "there is no published checksum for this form"
+        if wrong is None and path.name in published:
+            wrong, why = checksum_error(path, published[path.name]), "published checksum"
+        rows.append((path.name, wrong is None, wrong or why))
+    try:
+        raw = layout.read(paths)
+    except FairvarError as error:
+        return [*rows, (name, False, str(error))]
+    facts = f"{_provenance(SOURCES[name], raw)}, sha256 {raw.sha256}"
+    return [*rows, (name, True, facts)]

@@ -1,0 +1,262 @@
+"""The report page without a browser: well-formed, escaped, the same bytes, nothing from outside."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fairvar.errors import BadInput
+from fairvar.metrics import DEFINITIONS
+from fairvar.report import (
+    Column,
+    Estimate,
+    Page,
+    PageFigure,
+    Row,
+    Section,
+    Table,
+    figure_svg,
+    figures,
+    render_page,
+    write_page,
+)
+from fairvar.report.results import COLUMNS
+
+HOSTILE = '</td><script>alert("1")</script>\'"&<img src=x onerror=alert(1)>\x00\ud800'
+VOID = {"meta", "link", "br", "hr"}
+
+
+class Reader(HTMLParser):
+    """Every element with its attributes and own text; insists that what is opened is closed."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.open: list[dict[str, Any]] = []
+        self.elements: list[dict[str, Any]] = []
+        self.feed(source)
+        self.close()
+        assert not self.open, [e["tag"] for e in self.open]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        assert len(names) == len(set(names)), f"<{tag}> has an attribute twice"
+        found = {"tag": tag, "text": "", **dict(attrs)}
+        self.elements.append(found)
+        if tag not in VOID:
+            self.open.append(found)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append({"tag": tag, "text": "", **dict(attrs)})
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop()["tag"] == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data: str) -> None:
+        for element in self.open:
+            element["text"] += data
+
+    def all(self, tag: str, **attributes: str) -> list[dict[str, Any]]:
+        wanted = {name.rstrip("_"): value for name, value in attributes.items()}
+        return [e for e in self.elements if e["tag"] == tag and wanted.items() <= e.items()]
+
+
+@pytest.fixture(scope="module")
+def svg() -> str:
+    return figure_svg(figures.partition([[3, 1, 0], [0, 2, 5]], "who holds what"))
+
+
+@pytest.fixture
+def page(svg: str) -> Page:
+    rows = [
+        Row("FedAvg", {"accuracy": Estimate(97.123456789, 0.25), "variance": Estimate(0.5, 0.125)}),
+        Row("AFL", {"accuracy": Estimate(math.nan), "variance": "div.", "chosen": "lr 0.1"}),
+        Row("FairLoss*", {"accuracy": Estimate(9.5, 10.5, True), "worst": Estimate(3.0)}),
+    ]
+    table = Table("Digits", COLUMNS, rows, ["two seeds"])
+    figure = PageFigure(svg, "Partition", ["partition.pdf", "partition of α.png"])
+    sections = [
+        Section(f"α = {alpha}", f"alpha-{alpha}", "One.\n\nTwo.", table, [figure, figure],
+                {"seeds": "0, 1", "configuration": "a = 1\nb = 2"})
+        for alpha in ("0.05", "0.1")
+    ]  # fmt: skip
+    return Page("Results", "of a test", sections, {"torch": "2.6"}, ["a note"])
+
+
+def test_well_formed_and_complete(page: Page) -> None:
+    found = Reader(render_page(page))
+    ids = [e["id"] for e in found.elements if "id" in e]
+    assert len(ids) == len(set(ids))
+    links = [a["href"] for a in found.all("a")]
+    assert {link[1:] for link in links if link[0] == "#"} <= set(ids)
+    assert {"#alpha-0.05", "#alpha-0.1", "#how-to-read", "#notes"} <= set(links)
+    assert "partition.pdf" in links
+    assert "partition%20of%20%CE%B1.png" in links
+    guide = found.all("section", id="how-to-read")[0]["text"]
+    for metric in ("mean", "variance_over_clients", "noise_floor", "corrected_variance"):
+        assert DEFINITIONS[metric].replace("_k", "k") in guide
+    assert [e["text"] for e in found.all("pre")] == ["a = 1\nb = 2"] * 2
+    assert [h["text"] for h in found.all("h1")] == ["Results"]
+
+
+def test_every_number_has_definition_value_and_error(page: Page) -> None:
+    found = Reader(render_page(page))
+    numbers = [e for e in found.all("td") if e["class"].startswith("number")]
+    # two sections of three rows; "chosen" is the one column of words
+    assert len(numbers) == 2 * 3 * (len(COLUMNS) - 1)
+    for number in numbers:
+        assert number["tabindex"] == "0"
+        assert any(c.header in number["title"] and c.definition in number["title"] for c in COLUMNS)
+    first = numbers[0]
+    assert "97.123456789 ± 0.25 (standard error)" in first["title"]
+    assert DEFINITIONS["mean"] in first["title"]
+    assert first["data-value"] == "97.123456789"
+    assert first["text"].replace("\u2007", " ") == "97.12 ±  0.25"
+    assert [b["title"].splitlines()[0] for b in found.all("button") if "title" in b][:2] == [
+        "method", "accuracy %",
+    ]  # fmt: skip
+
+
+def test_what_is_no_number_has_no_value(page: Page) -> None:
+    cells = [e for e in Reader(render_page(page)).all("td") if e["class"].startswith("number")]
+    diverged = [e for e in cells if e["text"].startswith("div.")]
+    missing = [e for e in cells if e["text"].startswith("–")]
+    assert len(diverged) == 4
+    assert len(missing) == 2 * 12
+    assert not [e for e in diverged + missing if "data-value" in e]
+    assert "not measured" in missing[0]["title"]
+    assert [e["text"] for e in cells if "marked" in e["class"]] == ["9.50 ±\u200710.50"] * 2
+
+
+def test_a_column_without_definition_takes_the_metric_s_or_its_header() -> None:
+    columns = [Column("gini", "Gini"), Column("x", "my x")]
+    row = Row("A", {"gini": Estimate(0.1), "x": Estimate(1)})
+    source = render_page(Page("t", sections=[Section("s", "s", table=Table("", columns, [row]))]))
+    titles = [e["title"] for e in Reader(source).all("td")]
+    assert titles == [
+        f"A: Gini\n0.1, no standard error\n{DEFINITIONS['gini']}",
+        "A: my x\n1.0, no standard error\nmy x",
+    ]
+
+
+def test_hostile_text_stays_text(svg: str) -> None:
+    column = Column("k", HOSTILE, 2, HOSTILE)
+    words = Column("w", "words")
+    rows = [Row(HOSTILE, {"k": Estimate(1.0), "w": HOSTILE}), Row("b", {"k": HOSTILE})]
+    section = Section(HOSTILE, "s", HOSTILE, Table(HOSTILE, [column, words], rows, [HOSTILE]),
+                      [PageFigure(svg, HOSTILE, [])], {HOSTILE: HOSTILE})  # fmt: skip
+    source = render_page(Page(HOSTILE, HOSTILE, [section], {HOSTILE: HOSTILE + "\n"}, [HOSTILE]))
+    found = Reader(source)
+    assert len(found.all("script")) == 1
+    assert not found.all("img")
+    assert "\x00" not in source
+    source.encode()
+    assert not [name for e in found.elements for name in e if name.startswith("on")]
+    shown = HOSTILE.replace("\x00", "\ufffd").replace("\ud800", "\ufffd")
+    assert found.all("h1")[0]["text"] == shown
+    assert found.all("th", scope="row")[0]["data-value"] == shown
+
+
+def test_same_bytes_in_every_process(page: Page) -> None:
+    assert render_page(page) == render_page(page)
+    code = (
+        "from fairvar.report import figure_svg, figures; import hashlib;"
+        "f = figures.client_accuracies({'FedAvg': [.1, .5, .9], 'AFL': [.2, .5, .8]});"
+        "print(hashlib.sha256(figure_svg(f).encode()).hexdigest())"
+    )
+    found = {
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout
+        for _ in range(2)
+    }
+    assert len(found) == 1
+
+
+def test_nothing_from_outside(page: Page) -> None:
+    source = render_page(page)
+    assert not re.findall(r"https?://(?!www\.w3\.org/)", source)
+    assert not re.search(r"@import|url\((?!#)", source)
+    assert not re.search(r"\sstyle=", source), "the policy forbids style attributes"
+    for element in Reader(source).elements:
+        for name in ("src", "href"):
+            if name in element:
+                assert re.match(r"#|data:image/png;base64,|partition", element[name])
+
+
+def test_policy_allows_our_script_and_style_only(page: Page) -> None:
+    source = render_page(page)
+    found = Reader(source)
+    (policy,) = [
+        e["content"] for e in found.all("meta", **{"http-equiv": "Content-Security-Policy"})
+    ]
+    assert policy.startswith("default-src 'none';")
+    assert "unsafe" not in policy
+    for tag in ("script", "style"):
+        (content,) = re.findall(rf"<{tag}>(.*?)</{tag}>", source, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+
+
+def test_links_only_to_files_that_are_there(page: Page, tmp_path: Path) -> None:
+    (tmp_path / "partition.pdf").write_bytes(b"%PDF")
+    path = write_page(tmp_path / "index.html", page)
+    files = [a["href"] for a in Reader(path.read_text()).all("a") if a["href"][0] != "#"]
+    assert files == ["partition.pdf"] * 4
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../a.pdf", "javascript:alert(1)", "c:\\a", ""])
+def test_links_leave_the_folder_never(page: Page, svg: str, name: str) -> None:
+    section = Section("s", "s", figures=[PageFigure(svg, "c", [name])])
+    with pytest.raises(BadInput, match="relative to the page"):
+        render_page(replace(page, sections=[section]))
+
+
+@pytest.mark.parametrize("anchor", ["", "1a", "a b", 'a"', "tip", "twice"])
+def test_anchors(anchor: str) -> None:
+    with pytest.raises(BadInput, match="anchor"):
+        Page("t", sections=[Section("s", "twice"), Section("s", anchor)])
+
+
+BOX = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 72 36">'
+
+
+@pytest.mark.parametrize(
+    "svg",
+    [
+        "no svg",
+        "<p>hello</p>",
+        '<svg xmlns="http://www.w3.org/2000/svg"/>',
+        '<!DOCTYPE a [<!ENTITY b "c">]>' + BOX + "</svg>",
+        BOX + "<script>alert(1)</script></svg>",
+        BOX + "<foreignObject/></svg>",
+        BOX + '<g onclick="alert(1)"/></svg>',
+        BOX + '<image href="file:///etc/passwd"/></svg>',
+        BOX + '<g style="fill: url(other.svg#a)"/></svg>',
+    ],
+)
+def test_figures_that_could_run_or_load_something_are_refused(svg: str) -> None:
+    page = Page("t", sections=[Section("s", "s", figures=[PageFigure(svg, "c")])])
+    with pytest.raises(BadInput, match="figure_svg"):
+        render_page(page)
+
+
+def test_svg_styles_become_attributes_and_ids_the_figure_s_own() -> None:
+    svg = BOX + '<g id="a" style="fill: red; clip-path: url(#b)"/></svg>'
+    source = render_page(Page("t", sections=[Section("s", "s", figures=[PageFigure(svg, "c")])]))
+    assert '<g clip-path="url(#s-0-b)" fill="red" id="s-0-a" />' in source
+    assert Reader(source).all("svg", viewbox="0 0 72 36", width="120", height="60")
+
+
+def test_an_empty_page() -> None:
+    found = Reader(render_page(Page("nothing yet")))
+    assert not found.all("table")
+    empty = Section("s", "s", table=Table("", [], []))
+    Reader(render_page(Page("t", sections=[empty])))
