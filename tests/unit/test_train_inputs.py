@@ -84,9 +84,9 @@ def refused(*words: str, data: fv.Federation = DATA, **options: object) -> None:
         ({"engine": "blocked", "local_steps": 2}, ["blocked", "several local steps"]),
         (
             {"method": fv.FairGrad(0.1), "engine": "blocked", "clip_norm": 1.0},
-            ["blocked", "curvature and norms", "auto"],
+            ["blocked", "curvature and clip_norm", "auto"],
         ),
-        ({"engine": "pooled", "clip_norm": 1.0}, ["pooled", "norms of client", "auto"]),
+        ({"engine": "pooled", "clip_norm": 1.0}, ["pooled", "clip_norm", "auto"]),
         (
             {"method": fv.FairLoss(0.5, exact=True, collapsed=True), "local_steps": 2},
             ["FairLoss*", "local_steps = 1"],
