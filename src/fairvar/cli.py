@@ -18,13 +18,14 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 from fairvar._version import __version__
-from fairvar.errors import BadInput, FairvarError
+from fairvar.errors import BadInput, FairvarError, RunFailed
 
 app = App(
     name="fairvar",
     version=__version__,
     help="Fair federated learning: train models whose quality is even across clients.",
 )
+MANY_RUNS = 40  # from here on, tell what it will cost before starting
 Json = Annotated[bool, Parameter(negative="")]
 Out = Annotated[Path, Parameter(help="folder for the files that are written")]
 
@@ -36,6 +37,7 @@ def demo(
     alpha: float = 0.1,
     seeds: int = 3,
     rounds: int = 100,
+    workers: int | None = None,
     json: Json = False,
 ) -> None:
     """All methods of the paper on its MNIST experiment, in about a minute and without a download.
@@ -46,26 +48,26 @@ def demo(
         alpha: heterogeneity of the Dirichlet partition; smaller means more different clients.
         seeds: repetitions with other initial models.
         rounds: communication rounds of each run.
+        workers: processes; as many as there are cores by default.
         json: print the table as JSON.
     """
-    from fairvar.demo import DemoSettings, demo_federation, run_demo, write_demo
+    from fairvar.demo import NOTE, TITLE, demo_plan
     from fairvar.progress import progress
+    from fairvar.report.gather import gather
     from fairvar.report.look import require_matplotlib
+    from fairvar.report.write import write_report
     from fairvar.store import check_writable
+    from fairvar.sweep import run_sweep
 
-    settings = DemoSettings(alpha=alpha, seeds=seeds, rounds=rounds)
+    plan = demo_plan(alpha, seeds, rounds)
     require_matplotlib()
     check_writable(out)
-    federation = demo_federation(settings)
     with progress("fairvar demo") as report:
-        trials = run_demo(settings, federation, report)
-    table, files = write_demo(out, settings, federation, trials)
-    if json:
-        return _print_json(_table_dict(table))
-    from fairvar.report import to_rich
-
-    _print(to_rich(table))
-    print("\nWritten:", *files, sep="\n  ")
+        run_sweep(plan.cells, out / "runs", report, workers or _cores())
+    tables, files = write_report(gather(out / "runs"), out, TITLE)
+    _show_report(tables, files, json)
+    if not json:
+        print(NOTE)
 
 
 @app.command
@@ -89,21 +91,169 @@ def run(
         json: print the result as JSON.
     """
     from fairvar.config import Config
-    from fairvar.experiment import run_config
+    from fairvar.experiment import Watch, run_cell, run_folder
     from fairvar.progress import progress
     from fairvar.report.show import run_table
-    from fairvar.store import check_writable
+    from fairvar.store import check_writable, verify
+    from fairvar.sweep import stop_signals
 
     _load_plugin(plugin)
     settings = Config.load(config, overrides)
     if dry:
         return print(settings.to_toml() + f"\n# fingerprint {settings.fingerprint}")
     check_writable(out)
-    with progress(settings.name) as report:
-        folder, manifest = run_config(settings, out, report)
+    folder = run_folder(settings, out)
+    with progress(settings.name) as report, stop_signals() as asked:
+        label = settings.method.label
+        watch = Watch(lambda done, total: report(done, total, f"rounds of {label}"), asked)
+        run_cell(settings, out, watch)
+    manifest = verify(folder)
+    if manifest is None:
+        raise RunFailed(f"another process is computing {folder}; wait for it or use another --out")
     if json:
         return _print_json({"folder": str(folder), **manifest})
     _print(run_table(folder, manifest))
+
+
+@app.command
+def sweep(
+    config: Path,
+    *overrides: str,
+    out: Path | None = None,
+    scale: str | None = None,
+    workers: int = 1,
+    budget: str | None = None,
+    shard: str | None = None,
+    ray: str | None = None,
+    save_every: int | None = None,
+    dry: Annotated[bool, Parameter(negative="")] = False,
+    plugin: Path | None = None,
+    json: Json = False,
+) -> None:
+    """Compute all runs of a grid; the same command again continues where it stopped.
+
+    Finished runs are never touched. Several of these processes may work on one folder at once.
+
+    Example: fairvar sweep configs/paper/mnist.toml --scale small --workers 2
+
+    Args:
+        config: a TOML file with a [sweep] section; see configs/paper/.
+        overrides: key=value pairs that change it, such as sweep.seeds=2.
+        out: folder for the runs; runs/NAME by default.
+        scale: use the file's [scale.NAME] overrides, such as small.
+        workers: processes on this machine, one thread each.
+        budget: stop after this time, such as 30min; the same command continues later.
+        shard: only part i of n, such as 0/4, for job arrays.
+        ray: address of a Ray cluster that computes the missing runs ("local" starts one here).
+        save_every: rounds between checkpoints, besides one every ten seconds.
+        dry: check everything, list the runs and their number, and stop.
+        plugin: a Python file to load first, for methods of your own.
+        json: print the outcome as JSON.
+    """
+    from fairvar.plan import Plan
+    from fairvar.progress import progress
+    from fairvar.store import check_writable
+    from fairvar.sweep import missing, parse_budget, parse_shard, project, run_sweep
+
+    _load_plugin(plugin)
+    plan = Plan.load(config, overrides, scale)
+    seconds = None if budget is None else parse_budget(budget)
+    part, parts = (0, 1) if shard is None else parse_shard(shard)
+    if workers < 1 or (save_every or 1) < 1:
+        raise BadInput("--workers and --save-every must be at least 1")
+    cells = plan.cells[part::parts]
+    folder = out or Path("runs") / plan.name
+    if dry:
+        rows = [f"{c.fingerprint[:16]}  {c.method.label}, lr {c.train.lr:g}" for c in cells]
+        return print(*rows, f"{len(cells)} runs", sep="\n")
+    check_writable(folder)
+    if len(missing(cells, folder)) > MANY_RUNS and ray is None:
+        cost = project(cells, folder, workers)
+        text = f"about {_duration(cost)} with {workers} worker(s), from a few timed rounds"
+        print(f"{len(missing(cells, folder))} runs to do: {text}", file=sys.stderr)
+    with progress(plan.name) as report:
+        if ray is not None:
+            from fairvar.cluster import run_on_ray
+
+            run_on_ray(cells, folder, ray, report)
+        status = run_sweep(cells, folder, report, workers, seconds, save_every)
+    if json:
+        return _print_json({"folder": str(folder), **asdict(status)})
+    print(f"{status.done} of {status.cells} runs are done in {folder}")
+    if status.reason:
+        print(f"stopped because {status.reason}; the same command continues")
+    elif status.elsewhere:
+        print(f"{status.elsewhere} are being computed by other processes")
+
+
+@app.command
+def report(
+    folder: Path,
+    *,
+    out: Path | None = None,
+    title: str | None = None,
+    t: float = 1.96,
+    model: str | None = None,
+    unit: str = "fraction",
+    m: int | None = None,
+    json: Json = False,
+) -> None:
+    """Choose on validation, report on test: tables, figures and a page from a sweep's folder.
+
+    Args:
+        folder: what `fairvar sweep` wrote.
+        out: where the report goes; FOLDER/report by default.
+        title: heading of the page.
+        t: selection takes accuracy - t * sqrt(variance / m) on validation data; 1.96 in the paper.
+        model: select and report the "global" or the clients' own ("local") model; by default what
+            the runs' protocol says.
+        unit: "fraction", or "mixed": percent accuracy with the variance x 100.
+        m: divisor of the variance; the number of seeds by default, as in the paper.
+        json: print the tables as JSON.
+    """
+    from fairvar.progress import progress
+    from fairvar.report.gather import gather, stored_runs
+    from fairvar.report.look import require_matplotlib
+    from fairvar.report.write import write_report
+    from fairvar.select import Criterion
+    from fairvar.store import check_writable
+
+    require_matplotlib()
+    first = stored_runs(folder)[0].config
+    criterion = Criterion(t=t, m=m, unit=unit, model=model or first.select.model)  # type: ignore[arg-type]
+    target = out or folder / "report"
+    check_writable(target)
+    with progress("report") as show:
+        show(0, 1, "reading runs")
+        groups = gather(folder, criterion)
+        tables, files = write_report(groups, target, title or f"fairvar: {first.name}")
+        show(1, 1, "done")
+    _show_report(tables, files, json)
+
+
+@app.command
+def compare(a: str, b: str, *, model: str | None = None, json: Json = False) -> None:
+    """Paired differences between two methods: with intervals, and which clients gain or pay.
+
+    Each side is a sweep's folder with a method label, FOLDER:LABEL or FOLDER:LABEL@ALPHA (the
+    configuration chosen on validation), or the folder of a single run.
+
+    Example: fairvar compare runs/mnist:FairGrad*@0.1 runs/mnist:FedAvg@0.1
+
+    Args:
+        a: the method in question.
+        b: what it is compared with.
+        model: the "global" or the clients' own ("local") model.
+        json: print the numbers as JSON.
+    """
+    from fairvar.report.versus import paired_dict, paired_table, side, versus
+
+    left, right = side(a, model), side(b, model)
+    paired = versus(left, right)
+    if json:
+        return _print_json(paired_dict(left, right, paired))
+    for part in paired_table(left, right, paired):
+        _print(part)
 
 
 @app.command
@@ -182,6 +332,29 @@ def doctor(*, json: Json = False) -> None:
         _print_json(examine())
     else:
         _print(facts_table(examine()))
+
+
+def _show_report(tables: Any, files: Any, json: bool) -> None:
+    from fairvar.report import to_rich
+    from fairvar.report.results import shorten
+
+    if json:
+        return _print_json([_table_dict(table) for table in tables])
+    for table in tables:
+        _print(to_rich(shorten(table)))
+        print()
+    page = next(f for f in files if f.name == "index.html")
+    print(f"{len(files)} files in {page.parent}; open {page} in a browser")
+
+
+def _cores() -> int:
+    return max(1, min(8, os.cpu_count() or 1))
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _print(thing: Any) -> None:

@@ -19,7 +19,7 @@ import msgspec
 import tomli_w
 
 from fairvar.checked import Checked, Count, Fraction
-from fairvar.data import DATASETS, Dirichlet, Partition
+from fairvar.data import DATASET_NAMES, Dirichlet, Partition
 from fairvar.engine.losses import LOSSES
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.errors import BadInput, suggestion, unknown
@@ -29,7 +29,7 @@ from fairvar.select import Criterion
 
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 # Where a run happens does not change what it is.
-NOT_IN_FINGERPRINT = ("name", "train.device", "train.chunk")
+NOT_IN_FINGERPRINT = ("name", "data.root", "train.device", "train.chunk", "select")
 
 
 class DataConfig(Checked, frozen=True, kw_only=True):
@@ -43,10 +43,13 @@ class DataConfig(Checked, frozen=True, kw_only=True):
     split: tuple[Fraction, Fraction, Fraction] = (0.8, 0.1, 0.1)
     holdout: Literal["auto", "split", "pool"] = "auto"
     pool_samples: Count = 200
+    fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    samples: Count | None = None
+    root: str | None = None  # where the files lie; FAIRVAR_DATA otherwise
 
     def check(self) -> None:
-        if self.name not in DATASETS:
-            raise unknown("data.name", self.name, DATASETS)
+        if self.name not in DATASET_NAMES:
+            raise unknown("data.name", self.name, DATASET_NAMES)
 
 
 class ModelConfig(Checked, frozen=True, kw_only=True):
@@ -79,7 +82,11 @@ class Config(Checked, frozen=True, kw_only=True):
     @staticmethod
     def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
         """Read a TOML file, apply `key=value` overrides, check everything."""
-        return Config.from_dict(_merge(_read(Path(path)), overrides))
+        return Config.from_dict(_single(merge_overrides(read_toml(Path(path)), overrides)))
+
+    @staticmethod
+    def from_toml(text: str) -> Config:
+        return Config.from_dict(tomllib.loads(text))
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Config:
@@ -117,11 +124,18 @@ class Config(Checked, frozen=True, kw_only=True):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _single(values: dict[str, Any]) -> dict[str, Any]:
+    for section in ("sweep", "scale"):
+        if section in values:
+            raise BadInput(f"[{section}] describes many runs; use `fairvar sweep` for this file")
+    return values
+
+
 def _union(kinds: Mapping[str, type[Method]]) -> Any:
     return reduce(or_, kinds.values())
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -134,7 +148,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise BadInput(f"{path} is not valid TOML: {error}") from None
 
 
-def _merge(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def merge_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """`train.lr=0.5` sets values["train"]["lr"]; the right side is TOML, or else a string.
 
     Another method name or partition name drops the options of the one that it replaces.
@@ -165,14 +179,14 @@ def _value(text: str) -> Any:
 def _check_keys(values: Mapping[str, Any]) -> None:
     """Every key must be known; the nearest one is suggested."""
     sections = {f.name: f.type for f in msgspec.structs.fields(Config)}
-    _refuse_unknown(values, sections, "")
+    refuse_unknown(values, sections, "")
     for name in ("method", "partition"):
         _check_tagged(values, name)
     for name in ("data", "model", "train", "evaluate", "select"):
         section = values.get(name, {})
         if not isinstance(section, Mapping):
             raise BadInput(f"{name} = {section!r} must be a section: write [{name}]")
-        _refuse_unknown(section, _fields(sections[name]), name)
+        refuse_unknown(section, _fields(sections[name]), name)
 
 
 def _check_tagged(values: Mapping[str, Any], name: str) -> None:
@@ -187,14 +201,14 @@ def _check_tagged(values: Mapping[str, Any], name: str) -> None:
         raise BadInput(f'{name} needs a name, such as [{name}] name = "{next(iter(kinds))}"')
     if section["name"] not in kinds:
         raise unknown(f"{name}.name", section["name"], kinds)
-    _refuse_unknown(section, {"name": str} | _fields(kinds[section["name"]]), name)
+    refuse_unknown(section, {"name": str} | _fields(kinds[section["name"]]), name)
 
 
 def _fields(kind: Any) -> dict[str, Any]:
     return {f.name: f.type for f in msgspec.structs.fields(kind)}
 
 
-def _refuse_unknown(section: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:
+def refuse_unknown(section: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:
     for key in section:
         if key not in known:
             dotted = f"{where}.{key}" if where else key

@@ -1,65 +1,174 @@
-"""From a `Config` to a stored run."""
+"""From a `Config` to a stored run: compute what is missing, continue what was interrupted."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from filelock import FileLock, Timeout
+
+from fairvar.archive import (
+    pack_checkpoint,
+    pack_history,
+    pack_state,
+    unpack_checkpoint,
+    unpack_history,
+    unpack_state,
+)
 from fairvar.config import Config
 from fairvar.data import load_federation
-from fairvar.engine.train import run_rounds
+from fairvar.engine.train import Checkpoint, run_rounds
+from fairvar.errors import BadInput, FairvarError, IntegrityError
 from fairvar.federation import Federation
 from fairvar.history import History
-from fairvar.progress import Report
-from fairvar.store import read_manifest, save_run
+from fairvar.store import (
+    drop_checkpoints,
+    is_complete,
+    read_checkpoints,
+    read_manifest,
+    read_sealed,
+    save_folder,
+    write_checkpoint,
+)
 
 SCORES = ("mean", "variance_over_clients", "noise_floor", "corrected_variance",
           "worst_10_percent", "smallest")  # fmt: skip
+SECONDS_BETWEEN_CHECKPOINTS = 10.0
+
+
+class Interrupted(FairvarError):
+    """Someone asked to stop; the same command continues."""
+
+    exit_code = 130
+
+
+@dataclass(frozen=True)
+class Watch:
+    """How a long computation talks to whoever started it."""
+
+    progress: Callable[[int, int], None] = lambda done, total: None
+    stopping: Callable[[], bool] = lambda: False
+    save_every: int | None = None  # rounds; besides, every ten seconds
+
+
+def run_folder(config: Config, out: Path) -> Path:
+    return out / config.fingerprint[:16]
 
 
 def federation_of(config: Config) -> Federation:
     data = config.data
+    return _federation(data, config.partition)
+
+
+@lru_cache(maxsize=4)
+def _federation(data: Any, partition: Any) -> Federation:
     return load_federation(
         data.name,
         data.clients,
-        config.partition,
+        partition,
         data.seed,
         split=data.split,
         holdout=data.holdout,
         pool_samples=data.pool_samples,
+        fraction=data.fraction,
+        samples=data.samples,
+        root=data.root,
     )
 
 
-def run_config(config: Config, out: Path, report: Report) -> tuple[Path, dict[str, Any]]:
-    """Train and store; a finished run is never touched again. Returns its folder and manifest."""
-    folder = out / f"{config.name}-{config.fingerprint[:12]}"
-    manifest = read_manifest(folder)
-    if manifest is None:
-        federation = federation_of(config)
-        history = run_rounds(
-            config.model.name,
-            federation,
-            config.method,
-            config.model.loss,
-            config.train,
-            config.evaluate,
-            progress=lambda done, total: report(done, total, config.method.label),
-        )
-        manifest = save_run(folder, config.to_toml(), history, _facts(config, federation, history))
-    return folder, manifest
+def compute(config: Config, folder: Path, watch: Watch) -> History:
+    """Train, continuing from the newest intact checkpoint of the folder if there is one."""
+    torch.set_num_threads(config.train.threads)
+    saved = [unpack_checkpoint(payload) for payload in read_checkpoints(folder)]
+    start = max(saved, key=lambda c: c.state.round, default=None)
+    count, last = 0, time.monotonic()
+
+    def keep(done: int, make: Callable[[], Checkpoint]) -> None:
+        nonlocal count, last
+        stopping = watch.stopping()
+        often = watch.save_every is not None and done % watch.save_every == 0
+        if stopping or often or time.monotonic() - last > SECONDS_BETWEEN_CHECKPOINTS:
+            write_checkpoint(folder, count, pack_checkpoint(make()))
+            count, last = count + 1, time.monotonic()
+        if stopping:
+            raise Interrupted(f"stopped after round {done} of {config.train.rounds}; the same "
+                              "command continues from here")  # fmt: skip
+
+    return run_rounds(
+        config.model.name,
+        federation_of(config),
+        config.method,
+        config.model.loss,
+        config.train,
+        config.evaluate,
+        start,
+        watch.progress,
+        keep,
+    )
 
 
-def _facts(config: Config, federation: Federation, history: History) -> dict[str, Any]:
+def run_cell(config: Config, out: Path, watch: Watch) -> dict[str, Any] | None:
+    """Compute and store one run unless it is there already; None if another process has it.
+
+    The lock is the operating system's: it ends with its process, however that dies.
+    """
+    folder = run_folder(config, out)
+    if not is_complete(folder):
+        (out / ".locks").mkdir(parents=True, exist_ok=True)
+        lock = FileLock(out / ".locks" / folder.name, timeout=0)
+        try:
+            with lock:
+                if not is_complete(folder):
+                    folder.mkdir(parents=True, exist_ok=True)
+                    history = compute(config, folder, watch)
+                    save_run(folder, config, history)
+        except Timeout:
+            return None
+        except BadInput:
+            _leave_nothing(folder, out)
+            raise
+    return read_manifest(folder)
+
+
+def _leave_nothing(folder: Path, out: Path) -> None:
+    """Bad input writes nothing: take back the empty folders and the lock."""
+    (out / ".locks" / folder.name).unlink(missing_ok=True)
+    for empty in (folder, out / ".locks", out):
+        with suppress(OSError):
+            empty.rmdir()
+
+
+def save_run(folder: Path, config: Config, history: History) -> dict[str, Any]:
+    files = {
+        "config.toml": config.to_toml().encode(),
+        "history.safetensors": pack_history(history),
+        "state.safetensors": pack_state(history.state),
+    }
+    manifest = save_folder(folder, files, _facts(config, history))
+    drop_checkpoints(folder)
+    return manifest
+
+
+def _facts(config: Config, history: History) -> dict[str, Any]:
     return {
         "name": config.name,
         "fingerprint": config.fingerprint,
         "method": config.method.label,
         "protocol": config.protocol,
-        "passport": dict(federation.passport),
+        "rounds": history.rounds,
+        "diverged_at": history.diverged_at,
+        "passport": dict(federation_of(config).passport),
         "exchanges_per_client": history.exchanges,
         "bytes_down_per_client": history.bytes_down,
         "bytes_up_per_client": history.bytes_up,
         "result": final_scores(history),
+        "birth": dict(history.birth),
     }
 
 
@@ -71,3 +180,25 @@ def final_scores(history: History) -> dict[str, dict[str, float]]:
             scores = history.fairness(split, model)
             found[f"{split}/{model}"] = {name: float(scores[name]) for name in SCORES}
     return found
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A finished run on disk; the history is read when asked for."""
+
+    folder: Path
+    config: Config
+    manifest: Mapping[str, Any]
+
+    @staticmethod
+    def open(folder: Path) -> StoredRun:
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise IntegrityError(f"{folder} holds no finished run (it has no manifest)")
+        text = read_sealed(folder, manifest, "config.toml").decode()
+        return StoredRun(folder, Config.from_toml(text), manifest)
+
+    def history(self) -> History:
+        state = unpack_state(read_sealed(self.folder, self.manifest, "state.safetensors"))
+        content = read_sealed(self.folder, self.manifest, "history.safetensors")
+        return unpack_history(content, state, self.config.method, self.manifest)

@@ -1,7 +1,8 @@
-"""Results on disk: files that are either whole or not there, with a checksum each.
+"""Files that are either whole or not there, and runs as folders of such files.
 
-A run is a folder: config.toml, history.safetensors, history.csv, state.safetensors, and
-manifest.json, which is written last. A folder without a manifest is not a result.
+A run is a folder: config.toml, history.safetensors, state.safetensors, and manifest.json, which is
+written last and seals the others with their SHA-256. A folder without a manifest is not a result;
+it may hold a checkpoint to continue from. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -14,35 +15,40 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save as to_safetensors
-
-from fairvar.engine.state import State
-from fairvar.errors import BadInput, IntegrityError
-from fairvar.history import History
-from fairvar.tree import Tree
+from fairvar.errors import BadInput, IntegrityError, RunFailed
 
 MANIFEST = "manifest.json"
+SEAL = ',\n  "seal": "'
 
 
 def write_bytes(path: Path, content: bytes) -> None:
     """All or nothing: a temporary file beside the target, synced, then renamed over it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    name = ""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        Path(name).unlink(missing_ok=True) if name else None
+        needed = f"{len(content):,} bytes needed"
+        raise RunFailed(f"cannot write {path}: {error.strerror or error} ({needed})") from None
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        Path(name).unlink(missing_ok=True) if name else None
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is on disk only when the folder that records it is."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -58,78 +64,109 @@ def check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise BadInput(
-            f"cannot write into {folder}: {error.strerror}; choose another --out"
-        ) from None
+        reason = error.strerror or error
+        raise BadInput(f"cannot write into {folder}: {reason}; choose another --out") from None
 
 
-def state_tensors(state: State) -> Tree:
-    """A state as one flat dict, the form that is saved and sent."""
-    flat: Tree = {"round": torch.tensor(state.round), "mean_loss": state.mean_loss}
-    groups: dict[str, Tree | None] = {
-        "params": state.params,
-        "buffers": state.buffers,
-        "memory": state.memory,
-        "mean_gradient": state.mean_gradient,
-        "iterate": state.iterate,
-    }
-    for group, tree in groups.items():
-        for name, leaf in (tree or {}).items():
-            flat[f"{group}/{name}"] = leaf
-    return {name: leaf.detach().cpu().contiguous() for name, leaf in flat.items()}
+def seal_manifest(facts: Mapping[str, Any]) -> bytes:
+    """JSON whose last line is the SHA-256 of everything before it."""
+    return _seal(json.dumps(facts, indent=2, sort_keys=True).encode())
 
 
-def history_tensors(history: History) -> Tree:
-    flat: Tree = {
-        "loss": history.loss,
-        "weights": history.weights,
-        "ascended": history.ascended,
-        "evaluated": history.evaluated,
-        "gradient_variance": history.gradient_variance,
-        "update_norm": history.update_norm,
-    }
-    for quantity in ("accuracy", "evaluated_loss"):
-        for (split, model), table in getattr(history, quantity).items():
-            flat[f"{quantity}/{split}/{model}"] = table
-    for split, counts in history.samples.items():
-        flat[f"samples/{split}"] = counts
-    return {name: leaf.contiguous() for name, leaf in flat.items()}
+def _seal(body: bytes) -> bytes:
+    digest = hashlib.sha256(body).hexdigest()
+    return body[: -len("\n}")] + f'{SEAL}{digest}"\n}}\n'.encode()
 
 
-def save_run(
-    folder: Path, config_toml: str, history: History, facts: Mapping[str, Any]
+def open_manifest(raw: bytes) -> dict[str, Any]:
+    """The sealed facts; ValueError if a single bit is not as it was written."""
+    head, mark, _ = raw.rpartition(SEAL.encode())
+    body = head + b"\n}"
+    if not mark or _seal(body) != raw:
+        raise ValueError("its seal is broken")
+    found = json.loads(body)
+    if not isinstance(found, dict):
+        raise ValueError("it is not an object")
+    return found
+
+
+def save_folder(
+    folder: Path, files: Mapping[str, bytes], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write a finished run; `facts` go into the manifest beside the checksums."""
-    files = {
-        "config.toml": config_toml.encode(),
-        "history.safetensors": to_safetensors(history_tensors(history)),
-        "history.csv": history.to_frame().to_csv().encode(),
-        "state.safetensors": to_safetensors(state_tensors(history.state)),
-    }
+    """Write the files, then the manifest with their checksums; returns the manifest."""
     for name, content in files.items():
         write_bytes(folder / name, content)
-    manifest = {
-        **facts,
-        "rounds": history.rounds,
-        "diverged_at": history.diverged_at,
-        "birth": dict(history.birth),
-        "sha256": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
-    }
-    write_text(folder / MANIFEST, json.dumps(manifest, indent=2, sort_keys=True) + "\n")
+    checksums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    manifest = {**facts, "sha256": checksums}
+    write_bytes(folder / MANIFEST, seal_manifest(manifest))
     return manifest
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the run is finished: cheap, for those who look for work."""
+    return (folder / MANIFEST).exists()
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a finished run, after checking every file against it; None if unfinished."""
+    """The manifest of a finished run; None if it is unfinished."""
     path = folder / MANIFEST
-    if not path.exists():
-        return None
     try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
-        for name, digest in manifest["sha256"].items():
-            if hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
-                raise IntegrityError(f"{folder / name} was changed after it was written; delete "
-                                     f"{folder} and run again")  # fmt: skip
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise IntegrityError(f"{folder} is damaged ({error}); delete it and run again") from None
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        return open_manifest(raw)
+    except ValueError as error:
+        raise IntegrityError(f"{path} is damaged: {error}; delete {folder} and run again") from None
+
+
+def read_sealed(folder: Path, manifest: Mapping[str, Any], name: str) -> bytes:
+    """A file of a finished run, exactly as it was written."""
+    path = folder / name
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error.strerror}; run again") from None
+    if hashlib.sha256(content).hexdigest() != manifest["sha256"].get(name):
+        raise IntegrityError(f"{path} was changed after it was written; delete {folder}, run again")
+    return content
+
+
+def verify(folder: Path) -> dict[str, Any] | None:
+    """The manifest, after checking every file against it."""
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        for name in manifest["sha256"]:
+            read_sealed(folder, manifest, name)
     return manifest
+
+
+SLOTS = ("checkpoint-a", "checkpoint-b")
+
+
+def write_checkpoint(folder: Path, number: int, payload: bytes) -> None:
+    """Into the older of two slots, so that a good checkpoint always survives."""
+    digest = hashlib.sha256(payload).hexdigest().encode()
+    write_bytes(folder / SLOTS[number % 2], digest + b"\n" + payload)
+
+
+def read_checkpoints(folder: Path) -> list[bytes]:
+    """The payloads that are intact; damaged ones are left out, since an older one will do."""
+    found = []
+    for slot in SLOTS:
+        try:
+            digest, _, payload = (folder / slot).read_bytes().partition(b"\n")
+        except OSError:
+            continue
+        if hashlib.sha256(payload).hexdigest().encode() == digest:
+            found.append(payload)
+    return found
+
+
+def drop_checkpoints(folder: Path) -> None:
+    """A finished run needs none; neither temporary files that a crash left behind."""
+    for path in folder.iterdir():
+        if path.name in SLOTS or (path.name.startswith(".") and path.is_file()):
+            path.unlink(missing_ok=True)

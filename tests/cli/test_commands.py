@@ -75,7 +75,7 @@ def test_a_run_is_stored_and_never_repeated(capsys, tmp_path):
     assert code == 0
     folder = Path(first["folder"])
     before = {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.iterdir()}
-    assert set(before) == {"config.toml", "history.csv", "history.safetensors", "manifest.json",
+    assert set(before) == {"config.toml", "history.safetensors", "manifest.json",
                            "state.safetensors"}  # fmt: skip
     assert first["result"]["test/global"]["mean"] > 0.5
     code, out, _ = call(capsys, *arguments)

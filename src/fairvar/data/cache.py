@@ -89,8 +89,9 @@ def _identity(name: str, paths: Sequence[Path]) -> str:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
-    for base, _, names in os.walk(folder):
-        for name in names:
+    for base, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(base, name))]
+        for name in (*names, *links):
             path = os.path.join(base, name)
             facts = os.stat(path) if os.path.exists(path) else os.lstat(path)
             yield os.path.relpath(path, folder), facts.st_size, facts.st_mtime_ns

@@ -80,7 +80,11 @@ class Dataset:
         if len(x) != len(y):
             raise BadInput(f"{where}{part} has {len(x)} samples but {len(y)} labels")
         if x.dtype != (np.float32 if self.scale is None else np.uint8):
-            raise BadInput(f"{where}{part} is {x.dtype}; normalise it to float32 first")
+            way = "normalise it to float32 first" if self.scale is None else "a scale needs uint8"
+            raise BadInput(f"{where}{part} is {x.dtype}; {way}")
+        if self.scale is not None and len(self.scale.mean) not in (1, *x.shape[1:2]):
+            raise BadInput(f"{where}{len(self.scale.mean)} means but {part} has shape {x.shape}; "
+                           "give one mean and sd per channel, or one in all")  # fmt: skip
         if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
             raise BadInput(f"{where}the labels of {part} are {y.dtype} of shape {y.shape}; "
                            "give one integer per sample")  # fmt: skip

@@ -6,6 +6,7 @@ neither fill the disk nor pass off a shorter file; what has another SHA-256 is t
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import http.client
 import os
@@ -16,7 +17,7 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -115,7 +116,8 @@ def fetch(
     except Timeout:
         raise RunFailed(f"another process is fetching {name} into {folder}; wait for it") from None
     except OSError as error:
-        raise BadInput(f"cannot write into {folder}: {error.strerror or reason(error)}") from None
+        kind = RunFailed if error.errno == errno.ENOSPC else BadInput
+        raise kind(f"cannot write into {folder}: {error.strerror or reason(error)}") from None
     return folder
 
 
@@ -217,7 +219,7 @@ class _HttpsOnly(urllib.request.HTTPRedirectHandler):
     """Follows redirects to https only, also from a test's own server."""
 
     def redirect_request(
-        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str,
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str,
         headers: http.client.HTTPMessage, newurl: str,
     ) -> urllib.request.Request | None:  # fmt: skip
         if not newurl.lower().startswith("https://"):

@@ -29,7 +29,7 @@ Sample = tuple[str, int]  # name in the tree, class
 def pillow_image(where: str, content: bytes | Path, most_pixels: int) -> Iterator[Any]:
     """An image opened by Pillow, whose size is checked before any pixel is decoded."""
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError:
         raise BadInput("reading image files needs Pillow: pip install 'fairvar[vision]'") from None
     try:
@@ -42,6 +42,8 @@ def pillow_image(where: str, content: bytes | Path, most_pixels: int) -> Iterato
                 yield image
     except FairvarError:
         raise
+    except UnidentifiedImageError:  # its text is an address in memory
+        raise refused(where, f"it is no intact image of the kinds {', '.join(FORMATS)}") from None
     except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
         raise refused(where, f"it is no intact image ({reason(error)})") from None
 

@@ -16,7 +16,7 @@ from fairvar.data import embedded, sources, synthetic
 from fairvar.data.dataset import Dataset
 from fairvar.data.partition import Assignment, Dirichlet, Natural, Partition
 from fairvar.data.passport import passport
-from fairvar.data.subsample import subsample
+from fairvar.data.subsample import check_part, subsample
 from fairvar.errors import BadInput, unknown
 from fairvar.federation import SPLITS, Federation, Split
 
@@ -64,6 +64,8 @@ def load_federation(
         raise unknown("data set", name, DATASET_NAMES)
     if clients < 1:
         raise BadInput(f"clients = {clients}; a federation needs at least one client")
+    _checked_split(split)  # before anything large is read
+    check_part(fraction, samples)
     data: Dataset | Federation
     if name in sources.SOURCES:
         data = sources.load(name, root, pool=holdout == "pool")
@@ -108,15 +110,9 @@ def build_federation(
         rows = _from_pool(dataset, assignment, seed, pool_samples)
     else:
         rows = _from_split(assignment, seed, shares)
-    scale = dataset.scale
-    facts: dict[str, Any] = {
-        **passport(dataset.y, assignment),
-        "dataset": dataset.name,
-        "dataset_sha256": dataset.sha256,
-        "provenance": dataset.provenance,
+    drawn = {
         "fraction": fraction,
         "samples": samples,
-        "normalisation": scale and {"mean": list(scale.mean), "sd": list(scale.sd)},
         "partition": msgspec.to_builtins(partition),
         "seed": seed,
         "holdout": holdout,
@@ -124,11 +120,22 @@ def build_federation(
         "pool_samples": pool_samples if holdout == "pool" else None,
         "split_sizes": {part: [len(r) for r in of] for part, of in rows.items()},
     }
+    facts = {**passport(dataset.y, assignment), **_facts(dataset), **drawn}
     splits: dict[str, Any] = {
         part: _laid_out(dataset, of, holdout == "pool" and part != "train")
         for part, of in rows.items()
     }
     return Federation(**splits, classes=dataset.classes, name=dataset.name, passport=facts)
+
+
+def _facts(dataset: Dataset) -> dict[str, Any]:
+    scale = dataset.scale
+    return {
+        "dataset": dataset.name,
+        "dataset_sha256": dataset.sha256,
+        "provenance": dataset.provenance,
+        "normalisation": scale and {"mean": list(scale.mean), "sd": list(scale.sd)},
+    }
 
 
 def _checked_split(split: tuple[float, float, float]) -> tuple[float, float, float]:

@@ -33,6 +33,7 @@ class Source:
     images: int = 0  # official number, training and test part together; 0: any
     licence: str = "your own"
     address: str = ""
+    sha256: str = ""  # `Raw.sha256` of the complete set in the official order, where known
 
 
 # Constants of FL-bench (algorithms.md 3.1), Tiny ImageNet's divided by 255. Fashion-MNIST is not
@@ -41,6 +42,7 @@ SOURCES: dict[str, Source] = {
     "mnist": Source(
         "MNIST", idx.LAYOUTS, ("mnist", "MNIST/raw", "MNIST"), Scale((0.1307,), (0.3015,)),
         70_000, RESEARCH + "LeCun et al. 1998", "http://yann.lecun.com/exdb/mnist/",
+        "44bc8ab590f8ecabf1236a07ca331dd15accb2bd54758e323d5dc4157b76c03a",
     ),
     "fashion_mnist": Source(
         "Fashion-MNIST", idx.LAYOUTS,
@@ -54,6 +56,7 @@ SOURCES: dict[str, Source] = {
          "cifar10/cifar-10-batches-bin", ""),
         Scale((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)), 60_000,
         RESEARCH + "Krizhevsky 2009", "https://www.cs.toronto.edu/~kriz/cifar.html",
+        "61be567bc44e895e4a337e8777d1ea100e00a033afc62281b859d61836d84711",
     ),
     "cifar100": Source(
         "CIFAR-100", (*cifar.layouts(cifar.CIFAR100), *packed.CIFAR100_LAYOUTS),
@@ -80,6 +83,7 @@ def load(name: str, root: str | Path | None = None, *, pool: bool = False) -> Da
     layout, paths = locate(name, root)
     raw = read_through_cache(name, layout, paths)
     source = SOURCES[name]
+    _check_not_another(name, raw)
     if raw.train == len(raw.y) and pool:
         raise BadInput(f"{name} at {paths[0]} has no test part to serve as pool; use holdout "
                        "'split' or 'auto'")  # fmt: skip
@@ -111,6 +115,13 @@ def own_scale(x: UInt8[np.ndarray, " N *features"]) -> Scale:
     sd = np.sqrt(np.maximum(share @ levels**2 - mean**2, 0))
     sd[sd < 1e-6] = 1.0  # a constant channel
     return Scale(tuple(mean.tolist()), tuple(sd.tolist()))
+
+
+def _check_not_another(name: str, raw: Raw) -> None:
+    """MNIST and Fashion-MNIST have the same file names."""
+    for other, source in SOURCES.items():
+        if other != name and source.sha256 == raw.sha256:
+            raise BadInput(f"the files found for {name} are those of {other}; check root")
 
 
 def _provenance(source: Source, raw: Raw) -> str:
@@ -192,5 +203,6 @@ def verify(name: str, root: str | Path | None = None) -> list[tuple[str, bool, s
         raw = layout.read(paths)
     except FairvarError as error:
         return [*rows, (name, False, str(error))]
-    facts = f"{_provenance(SOURCES[name], raw)}, sha256 {raw.sha256}"
+    official = ", the complete official set" if raw.sha256 == SOURCES[name].sha256 else ""
+    facts = f"{_provenance(SOURCES[name], raw)}{official}, sha256 {raw.sha256}"
     return [*rows, (name, True, facts)]

@@ -23,22 +23,26 @@ def subsample(dataset: Dataset, fraction: float = 1.0, samples: int | None = Non
     Class shares are kept up to rounding (largest remainders). The checksum remains that of the
     whole set: it names the source, and fraction and samples stand beside it in the passport.
     """
+    check_part(fraction, samples)
     total = len(dataset.y)
-    if not 0 < fraction <= 1:
-        raise BadInput(f"fraction = {fraction:g}; use a number above 0 and at most 1")
-    if samples is None:
-        wanted = round(fraction * total)
-    elif fraction != 1:
-        raise BadInput("give fraction or samples, not both")
-    elif not 1 <= samples <= total:
+    wanted = round(fraction * total) if samples is None else samples
+    if wanted > total:
         raise BadInput(f"samples = {samples}; {dataset.name} has {total}, use 1 … {total}")
-    else:
-        wanted = samples
     if wanted == total:
         return dataset
     rows = stratified(dataset.y, wanted, dataset.name)
     groups = None if dataset.groups is None else dataset.groups[rows]
     return replace(dataset, x=dataset.x[rows], y=dataset.y[rows], groups=groups)
+
+
+def check_part(fraction: float, samples: int | None) -> None:
+    """What can be said without the data."""
+    if not 0 < fraction <= 1:
+        raise BadInput(f"fraction = {fraction:g}; use a number above 0 and at most 1")
+    if samples is not None and fraction != 1:
+        raise BadInput("give fraction or samples, not both")
+    if samples is not None and samples < 1:
+        raise BadInput(f"samples = {samples}; use at least 1")
 
 
 def stratified(

@@ -26,6 +26,7 @@ class TrainSettings(Checked, frozen=True, kw_only=True):
     device: str = "cpu"
     engine: Literal["auto", "reference", "pooled", "blocked", "vmapped"] = "auto"
     chunk: Count | None = None
+    threads: Count = 1  # per run; the last bits may depend on it. Several runs at once fill a CPU
 
     def check(self) -> None:
         if self.local_epochs is not None and self.local_steps != 1:

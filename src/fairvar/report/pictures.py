@@ -24,22 +24,42 @@ def accuracy_figure(results: Sequence[Result], model: str = "global") -> Figure:
     return figures.client_accuracies({k: v for k, v in found.items() if v is not None})
 
 
-def front_figure(trials: Sequence[Trial], results: Sequence[Result]) -> Figure:
+def front_figure(
+    trials: Sequence[Trial], results: Sequence[Result], model: str = "global"
+) -> Figure:
     """Every configuration after its last round, and the chosen ones at the chosen round."""
-    return front(list(_points(trials, results)), noise_floor(results))
+    return front(list(_points(trials, results, model)), noise_floor(results, model))
 
 
-def _points(trials: Sequence[Trial], results: Sequence[Result]) -> Iterator[Point]:
+def _points(trials: Sequence[Trial], results: Sequence[Result], model: str) -> Iterator[Point]:
     for trial in trials:
         if not trial.diverged:
-            yield _point(trial, -1, chosen=False)
+            yield _point(trial, -1, model, chosen=False)
     for result in results:
         if result.at is not None:
-            yield _point(result.trial, result.at, chosen=True)
+            yield _point(result.trial, result.at, model, chosen=True)
 
 
-def _point(trial: Trial, at: int, chosen: bool) -> Point:
-    found = trial.test("global", at)
+def curves_figure(results: Sequence[Result], model: str = "global") -> Figure:
+    """Mean test accuracy over clients by round, with the range over seeds."""
+    rounds = results[0].trial.histories[0].evaluated.numpy()
+    mean, low, high = {}, {}, {}
+    for result in results:
+        tables = [h.accuracy["test", model].numpy() for h in result.trial.histories]
+        by_seed = 100 * np.nanmean(np.stack(tables), axis=2)
+        mean[result.label] = by_seed.mean(0)
+        low[result.label], high[result.label] = by_seed.min(0), by_seed.max(0)
+    return figures.learning_curves(rounds, mean, low, high, "mean accuracy over clients (%)")
+
+
+def weights_figure(result: Result) -> Figure:
+    """The server's weights of the first seed."""
+    history = result.trial.histories[0]
+    return figures.weights_over_rounds(history.weights.numpy(), f"{result.label}, weights")
+
+
+def _point(trial: Trial, at: int, model: str, chosen: bool) -> Point:
+    found = trial.test(model, at)
     accuracy = mean_and_standard_error(f.mean for f in found)
     variance = mean_and_standard_error(f.variance_over_clients for f in found)
     return Point(

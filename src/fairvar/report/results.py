@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,9 @@ from jaxtyping import Float64, Int64
 from fairvar.history import History
 from fairvar.methods.base import Method
 from fairvar.metrics import Fairness, variance_in_units
-from fairvar.report.table import Column, Row, Table, mean_and_standard_error
+from fairvar.report.paired import compare
+from fairvar.report.paper import Printed
+from fairvar.report.table import Column, Estimate, Row, Table, mean_and_standard_error
 from fairvar.select import Choice, Criterion, Validation, best
 
 
@@ -79,6 +81,10 @@ class Result:
         tables = [h.accuracy["test", model][self.at].numpy() for h in self.trial.histories]
         return np.mean(tables, axis=0)
 
+    def seed_accuracy(self, model: str) -> Float64[np.ndarray, "seeds n"]:
+        """Test accuracy by (seed, client) at the chosen round."""
+        return np.stack([h.accuracy["test", model][self.at].numpy() for h in self.trial.histories])
+
     def samples(self) -> Int64[np.ndarray, " n"]:
         return self.trial.histories[0].samples["test"].numpy()
 
@@ -96,51 +102,111 @@ def choose(trials: Iterable[Trial], criterion: Criterion) -> list[Result]:
     return results
 
 
-COLUMNS = (
-    Column("accuracy", "accuracy %", 2, "mean over clients of the global model's test accuracy"),
-    Column("variance", "variance ×100", 3,
-           "sample variance over clients (ddof 1) of that accuracy, fraction² × 100"),
-    Column("corrected", "corrected", 3,
-           "the variance less its noise floor, i.e. what finite test sets add by chance"),
-    Column("worst", "worst 10 %", 2, "mean accuracy of the worst tenth of the clients"),
-    Column("own_accuracy", "own acc. %", 2,
-           "the same for each client's own model after its local step, before averaging"),
-    Column("own_variance", "own var.", 3, "variance over clients of the own models' accuracy"),
-    Column("chosen", "chosen", 0, "configuration and round chosen on validation data"),
-)  # fmt: skip
+def result_columns(primary: str) -> tuple[Column, ...]:
+    """Columns for the model that the protocol is about; the other model stands behind it."""
+    which = {"global": "the global model", "local": "each client's own model after its local work"}
+    other = "local" if primary == "global" else "global"
+    short = {"global": "global", "local": "own"}[other]
+    return (
+        Column("accuracy", "accuracy %", 2, f"mean over clients, test data, of {which[primary]}"),
+        Column("variance", "variance ×100", 3,
+               "sample variance over clients (ddof 1) of that accuracy, fraction² × 100"),
+        Column("noise_floor", "noise floor", 3, "what finite test sets add by chance"),
+        Column("corrected", "corrected", 3, "the variance less its noise floor"),
+        Column("interval", "95 % interval", 3,
+               "bootstrap interval over clients of the corrected variance, mean over seeds"),
+        Column("worst", "worst 10 %", 2, "mean accuracy of the worst tenth of the clients"),
+        Column("other_accuracy", f"{short} acc. %", 2, f"test accuracy of {which[other]}"),
+        Column("other_variance", f"{short} var.", 3, f"variance over clients for {which[other]}"),
+        Column("paper_accuracy", "paper acc. %", 2, "the accuracy that the paper prints"),
+        Column("paper_variance", "paper var.", 2, "the variance that the paper prints"),
+        Column("seeds", "seeds", 0, "runs behind the chosen configuration"),
+        Column("tried", "tried", 0, "configurations among which it was chosen"),
+        Column("chosen", "chosen", 0, "configuration and round chosen on validation data"),
+    )  # fmt: skip
 
 
-def result_table(results: Sequence[Result], title: str, notes: Sequence[str] = ()) -> Table:
-    """Mean ± standard error over seeds; methods whose every configuration diverged say so."""
-    return Table(title, COLUMNS, [_row(result) for result in results], notes)
+SHORT = ("accuracy", "variance", "corrected", "worst", "other_accuracy", "other_variance", "chosen")
 
 
-def _row(result: Result) -> Row:
+def result_table(
+    results: Sequence[Result],
+    title: str,
+    notes: Sequence[str] = (),
+    primary: str = "global",
+    paper: Mapping[str, Printed] | None = None,
+) -> Table:
+    """Mean ± standard error over seeds, marked where a method is clearly ahead of all others."""
+    paper = paper or {}
+    marks = _marks(results, primary)
+    rows = [_row(r, primary, paper.get(r.label), marks) for r in results]
+    used = {key for row in rows for key in row.cells}
+    columns = [column for column in result_columns(primary) if column.key in used]
+    return Table(title, columns, rows, notes)
+
+
+def shorten(table: Table, keys: Sequence[str] = SHORT) -> Table:
+    """The columns that fit a terminal."""
+    kept = [c for c in table.columns if c.key in keys]
+    rows = [Row(r.label, {k: v for k, v in r.cells.items() if k in keys}) for r in table.rows]
+    return Table(table.title, kept, rows, table.notes)
+
+
+def _row(
+    result: Result, primary: str, printed: Printed | None, marks: Mapping[str, str | None]
+) -> Row:
+    cells: dict[str, Any] = {"tried": str(result.configurations)}
+    if printed is not None:
+        cells["paper_accuracy"] = Estimate(printed.accuracy, printed.accuracy_error)
+        cells["paper_variance"] = Estimate(printed.variance, printed.variance_error)
     if result.at is None:
-        return Row(result.label, {"accuracy": "div.", "chosen": "every configuration diverged"})
-    shared = result.trial.test("global", result.at)
-    own = result.trial.test("local", result.at)
+        return Row(result.label, {**cells, "accuracy": "div.", "chosen": "all diverged"})
+    main = result.trial.test(primary, result.at)
+    other = result.trial.test("local" if primary == "global" else "global", result.at)
 
-    def x100(values: Iterable[float]) -> Any:
-        return mean_and_standard_error(variance_in_units(v, "x100") for v in values)
+    def x100(key: str, values: Iterable[float]) -> Estimate:
+        marked = marks.get(key) == result.label
+        return mean_and_standard_error((variance_in_units(v, "x100") for v in values), marked)
 
+    low, high = np.mean([f.corrected_variance_interval for f in main], axis=0) * 100
+    best = marks.get("accuracy") == result.label
     return Row(
         result.label,
         {
-            "accuracy": mean_and_standard_error(100 * f.mean for f in shared),
-            "variance": x100(f.variance_over_clients for f in shared),
-            "corrected": x100(f.corrected_variance for f in shared),
-            "worst": mean_and_standard_error(100 * f.worst_10_percent for f in shared),
-            "own_accuracy": mean_and_standard_error(100 * f.mean for f in own),
-            "own_variance": x100(f.variance_over_clients for f in own),
+            **cells,
+            "accuracy": mean_and_standard_error((100 * f.mean for f in main), best),
+            "variance": x100("variance", (f.variance_over_clients for f in main)),
+            "noise_floor": x100("noise_floor", (f.noise_floor for f in main)),
+            "corrected": x100("corrected", (f.corrected_variance for f in main)),
+            "interval": f"{low:.3f} to {high:.3f}",
+            "worst": mean_and_standard_error(100 * f.worst_10_percent for f in main),
+            "other_accuracy": mean_and_standard_error(100 * f.mean for f in other),
+            "other_variance": x100("other", (f.variance_over_clients for f in other)),
+            "seeds": str(len(result.trial.histories)),
             "chosen": result.trial.describe(result.at),
         },
     )
 
 
-def noise_floor(results: Sequence[Result]) -> float:
+def _marks(results: Sequence[Result], primary: str) -> dict[str, str | None]:
+    """Per column the method that is ahead of every other one by more than the paired interval."""
+    tables = {r.label: r.seed_accuracy(primary) for r in results if r.at is not None}
+    found: dict[str, str | None] = {"accuracy": None, "variance": None, "corrected": None}
+    for label, table in tables.items():
+        rivals = [t for name, t in tables.items() if name != label and t.shape == table.shape]
+        pairs = [compare(table, t, results[0].samples()) for t in rivals]
+        ahead = {
+            "accuracy": [d.accuracy.low > 0 for d in pairs],
+            "variance": [d.variance.high < 0 for d in pairs],
+            "corrected": [d.corrected_variance.high < 0 for d in pairs],
+        }
+        for key, won in ahead.items():
+            if won and all(won):
+                found[key] = label
+    return found
+
+
+def noise_floor(results: Sequence[Result], model: str = "global") -> float:
     """Mean noise floor of the variance over the chosen configurations, fraction²."""
-    floors = [
-        f.noise_floor for r in results if r.at is not None for f in r.trial.test("global", r.at)
-    ]
+    floors = [f.noise_floor for r in results if r.at is not None for f in r.trial.test(model, r.at)]
     return float(np.mean(floors)) if floors else float("nan")

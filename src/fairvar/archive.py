@@ -1,0 +1,121 @@
+"""States and histories as bytes (safetensors), for run folders, checkpoints and the wire."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fairvar.engine.state import State
+from fairvar.engine.train import Checkpoint
+from fairvar.errors import IntegrityError
+from fairvar.history import History, Tables, history_from_tables
+from fairvar.methods.base import Method
+from fairvar.tree import Tree
+
+GROUPS = ("params", "buffers", "memory", "mean_gradient", "iterate")
+
+
+def state_tensors(state: State) -> Tree:
+    """A state as one flat dict."""
+    flat: Tree = {"round": torch.tensor(state.round), "mean_loss": state.mean_loss}
+    for group in GROUPS:
+        for name, leaf in (getattr(state, group) or {}).items():
+            flat[f"{group}/{name}"] = leaf
+    return {name: leaf.detach().cpu().contiguous() for name, leaf in flat.items()}
+
+
+def state_from_tensors(flat: Tree) -> State:
+    groups: dict[str, Tree] = {group: {} for group in GROUPS}
+    for name, leaf in flat.items():
+        group, _, rest = name.partition("/")
+        if group in groups:
+            groups[group][rest] = leaf
+    return State(
+        round=int(flat["round"]),
+        params=groups["params"],
+        buffers=groups["buffers"],
+        memory=groups["memory"],
+        mean_loss=flat["mean_loss"],
+        mean_gradient=groups["mean_gradient"] or None,
+        iterate=groups["iterate"] or None,
+    )
+
+
+def pack_state(state: State) -> bytes:
+    return save(state_tensors(state))
+
+
+def unpack_state(content: bytes) -> State:
+    return state_from_tensors(_load(content))
+
+
+def pack_checkpoint(checkpoint: Checkpoint) -> bytes:
+    tables = {f"tables/{name}": table for name, table in (checkpoint.tables or {}).items()}
+    return save({**state_tensors(checkpoint.state), **tables})
+
+
+def unpack_checkpoint(content: bytes) -> Checkpoint:
+    flat = _load(content)
+    tables = {k.removeprefix("tables/"): v for k, v in flat.items() if k.startswith("tables/")}
+    return Checkpoint(state_from_tensors(flat), tables)
+
+
+def pack_history(history: History) -> bytes:
+    """Everything at evaluated rounds; accuracies as exact counts of right answers, the rest of the
+    per-client tables as float32. (A grid has thousands of runs: all rounds would be gigabytes.)"""
+    kept = torch.isin(history.observed + 1, history.evaluated)
+    flat: Tables = {
+        "observed": history.observed[kept],
+        "loss": history.loss[kept].float(),
+        "weights": history.weights[kept].float(),
+        "ascended": history.ascended[kept].float(),
+        "evaluated": history.evaluated,
+        "gradient_variance": history.gradient_variance,
+        "update_norm": history.update_norm.float(),
+    }
+    for (split, model), table in history.accuracy.items():
+        right = torch.nan_to_num(table * history.samples[split]).round().int()
+        flat[f"right/{split}/{model}"] = right
+    for (split, model), table in history.evaluated_loss.items():
+        flat[f"evaluated_loss/{split}/{model}"] = table.float()
+    for split, counts in history.samples.items():
+        flat[f"samples/{split}"] = counts
+    numbers = (history.exchanges, history.bytes_down, history.bytes_up)
+    flat["counters"] = torch.tensor(numbers, dtype=torch.int64)
+    facts = {"rounds": history.rounds, "diverged_at": history.diverged_at}
+    return save({k: v.contiguous() for k, v in flat.items()}, {"facts": json.dumps(facts)})
+
+
+def unpack_history(
+    content: bytes, state: State, method: Method, facts: Mapping[str, Any]
+) -> History:
+    flat = _load(content)
+    samples = {k.split("/")[1]: v for k, v in flat.items() if k.startswith("samples/")}
+    tables = {k: v.double() if v.is_floating_point() else v for k, v in flat.items()}
+    for name in [k for k in flat if k.startswith("right/")]:
+        _, split, model = name.split("/")
+        tables[f"accuracy/{split}/{model}"] = flat[name].double() / samples[split]
+    return history_from_tables(
+        tables,
+        method=method,
+        state=state,
+        rounds=int(facts["rounds"]),
+        observed=flat["observed"],
+        samples=samples,
+        classifies=any(k.startswith("right/") for k in flat),
+        diverged_at=facts["diverged_at"],
+        birth=facts["birth"],
+    )
+
+
+def _load(content: bytes) -> dict[str, Tensor]:
+    try:
+        return load(content)
+    except SafetensorError as error:
+        raise IntegrityError(f"not a valid safetensors file: {error}") from None

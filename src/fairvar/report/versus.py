@@ -1,0 +1,130 @@
+"""`fairvar compare`: find the two sides, pair them, and say who gains and who pays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int64
+from rich.table import Table as RichTable
+
+from fairvar.errors import BadInput, unknown
+from fairvar.experiment import StoredRun
+from fairvar.report.gather import Group, gather
+from fairvar.report.paired import Paired, compare
+from fairvar.store import is_complete
+
+SHOWN = 5  # clients listed on either side
+
+
+@dataclass(frozen=True)
+class Side:
+    name: str
+    model: str
+    passport: str  # sha256 of the partition: only equal ones can be paired
+    accuracy: Float[np.ndarray, "seeds n"]
+    samples: Int64[np.ndarray, " n"]
+    seeds: list[int]
+
+
+def side(text: str, model: str | None) -> Side:
+    """FOLDER:LABEL[@ALPHA] of a sweep, or the folder of one run."""
+    folder, _, label = text.partition(":")
+    if not label and is_complete(Path(folder)):
+        return _single(StoredRun.open(Path(folder)), model)
+    if not label:
+        raise BadInput(
+            f"{text!r}: name a method, such as {folder}:FedAvg, or a single run's folder"
+        )
+    label, _, alpha = label.partition("@")
+    group = _group(Path(folder), alpha)
+    found = {r.label: r for r in group.results}
+    if label not in found:
+        raise unknown("method label", label, found)
+    result = found[label]
+    if result.at is None:
+        raise BadInput(f"every configuration of {label} diverged; there is nothing to compare")
+    which = model or group.config.select.model
+    histories = result.trial.histories
+    return Side(
+        f"{label} ({result.trial.describe(result.at)})",
+        which,
+        str(group.runs[0].manifest["passport"].get("sha256")),
+        result.seed_accuracy(which),
+        result.samples(),
+        [int(h.birth["seed"]) for h in histories],
+    )
+
+
+def _group(folder: Path, alpha: str) -> Group:
+    groups = gather(folder)
+    names = {f"{g.alpha:g}" if g.alpha is not None else "": g for g in groups}
+    if alpha in names:
+        return names[alpha]
+    if not alpha and len(groups) == 1:
+        return groups[0]
+    raise BadInput(
+        f"{folder} has results for alpha {', '.join(names)}; say which, as in :FedAvg@0.1"
+    )
+
+
+def _single(run: StoredRun, model: str | None) -> Side:
+    history, which = run.history(), model or run.config.select.model
+    return Side(
+        f"{run.config.method.label} ({run.folder.name})",
+        which,
+        str(run.manifest["passport"].get("sha256")),
+        history.accuracy["test", which][-1:].numpy(),
+        history.samples["test"].numpy(),
+        [run.config.train.seed],
+    )
+
+
+def versus(a: Side, b: Side) -> Paired:
+    """Pair over the seeds that both have; another partition has other clients and is refused."""
+    if a.passport != b.passport:
+        raise BadInput("the two sides have different partitions: their clients cannot be paired")
+    common = sorted(set(a.seeds) & set(b.seeds))
+    if not common:
+        raise BadInput(f"no common seed: {a.seeds} and {b.seeds}")
+    rows_a, rows_b = ([s.seeds.index(seed) for seed in common] for s in (a, b))
+    return compare(a.accuracy[rows_a], b.accuracy[rows_b], a.samples)
+
+
+NUMBERS = (
+    ("accuracy", "mean accuracy (points)"),
+    ("variance", "variance over clients ×100"),
+    ("corrected_variance", "corrected variance ×100"),
+    ("worst_10_percent", "worst 10 % (points)"),
+)
+
+
+def paired_table(a: Side, b: Side, paired: Paired) -> Iterator[Any]:
+    yield f"[bold]A[/bold] {a.name}\n[bold]B[/bold] {b.name}\ntest data, {a.model} model"
+    table = RichTable(title="A − B, paired over seeds and clients", title_justify="left")
+    for head in ("", "difference", "95 % interval", "clear?"):
+        table.add_column(head, justify="left" if not head else "right")
+    for key, name in NUMBERS:
+        d = getattr(paired, key)
+        table.add_row(name, f"{100 * d.value:+.3f}", f"{100 * d.low:+.3f} to {100 * d.high:+.3f}",
+                      "yes" if d.clear else "within noise")  # fmt: skip
+    yield table
+    gain, pay = paired.gaining, paired.paying
+    same = int(np.isfinite(paired.by_client).sum()) - len(gain) - len(pay)
+    yield f"{len(gain)} clients gain, {len(pay)} pay, {same} are the same"
+    for name, clients in (("gain most", gain), ("pay most", pay)):
+        shown = [f"{i}: {100 * paired.by_client[i]:+.1f}" for i in clients[:SHOWN]]
+        if shown:
+            yield f"  {name} (client: points)  " + ", ".join(shown)
+
+
+def paired_dict(a: Side, b: Side, paired: Paired) -> dict[str, Any]:
+    found: dict[str, Any] = {"a": a.name, "b": b.name, "model": a.model}
+    for key, _ in NUMBERS:
+        d = getattr(paired, key)
+        found[key] = {"difference": d.value, "interval": [d.low, d.high], "clear": d.clear}
+    clients = [None if np.isnan(v) else float(v) for v in paired.by_client]
+    return found | {"by_client": clients, "gaining": paired.gaining, "paying": paired.paying}

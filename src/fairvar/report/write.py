@@ -1,0 +1,143 @@
+"""A report on disk: tables in every format, figures, and one page that shows it all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fairvar.experiment import federation_of
+from fairvar.report.gather import Group
+from fairvar.report.look import save
+from fairvar.report.page import Page, PageFigure, Section, figure_svg, write_page
+from fairvar.report.paper import printed
+from fairvar.report.pictures import (
+    accuracy_figure,
+    curves_figure,
+    front_figure,
+    partition_figure,
+    weights_figure,
+)
+from fairvar.report.render import render
+from fairvar.report.results import noise_floor, result_table
+from fairvar.report.table import Table
+from fairvar.store import write_text
+
+FORMATS = {"md": "markdown", "tex": "latex", "csv": "csv", "txt": "terminal"}
+CAPTIONS = {
+    "client_accuracies": "Test accuracy of every client, from worst to best served, at the chosen "
+    "configuration (mean over seeds); FedAvg in grey behind each method.",
+    "front": "Accuracy against variance over clients; lower right is better. Dots are all "
+    "configurations after their last round, marks the chosen ones with standard errors over seeds.",
+    "curves": "Mean test accuracy over clients by round at the chosen configurations; bands span "
+    "the seeds.",
+    "weights": "The server's weights over rounds.",
+    "partition": "Who holds what: training samples by client and class.",
+}
+
+
+def group_name(group: Group) -> str:
+    """Part of file names: the data set, the protocol if it is not the default, and alpha."""
+    parts = [group.dataset]
+    if group.config.protocol != "boxes":
+        parts.append(group.config.protocol)
+    if group.alpha is not None:
+        parts.append(f"alpha-{group.alpha:g}")
+    return "-".join(parts)
+
+
+def group_table(group: Group) -> Table:
+    config, primary = group.config, group.config.select.model
+    work = f"{config.train.local_epochs} local epoch" if config.train.local_epochs else (
+        f"{config.train.local_steps} local step")  # fmt: skip
+    batch = "all samples" if config.train.batch_size is None else f"{config.train.batch_size}"
+    heterogeneity = "" if group.alpha is None else f", Dirichlet {group.alpha:g}"
+    seeds = sorted({run.config.train.seed for run in group.runs})
+    cells = {r.label: printed(group.dataset, group.alpha, r.label) for r in group.results}
+    return result_table(
+        group.results,
+        f"{group.dataset}, {config.data.clients} clients{heterogeneity}, {config.model.name}",
+        [
+            f"Protocol {config.protocol}: {work} per round, batch {batch}, "
+            f"{config.train.rounds} rounds; the table is about the {primary} model.",
+            f"Seeds {', '.join(map(str, seeds))}; {len(group.runs)} runs. ± is the standard error "
+            "over seeds. Chosen on validation data, reported on test data.",
+            f"Noise floor of the variance ×100: {100 * noise_floor(group.results, primary):.3f}.",
+            "Bold: ahead of every other method by more than the paired 95 % interval.",
+        ],
+        primary,
+        {label: cell for label, cell in cells.items() if cell is not None},
+    )
+
+
+def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[Table], list[Path]]:
+    """All tables and figures, and index.html; returns the tables and the files."""
+    tables, written, sections = [], [], []
+    for group in groups:
+        table, name = group_table(group), group_name(group)
+        tables.append(table)
+        for suffix, kind in FORMATS.items():
+            written.append(out / f"table-{name}.{suffix}")
+            write_text(written[-1], render(table, kind))
+        figures = list(_figures(group))
+        shown = []
+        for kind, figure in figures:
+            files = save(figure, out, f"{kind}-{name}")
+            written += files
+            shown.append(PageFigure(figure_svg(figure), CAPTIONS[kind], [f.name for f in files]))
+        sections.append(_section(group, table, shown))
+    page = Page(title, _subtitle(groups), sections, _birth(groups))
+    written.append(write_page(out / "index.html", page))
+    return tables, written
+
+
+def _figures(group: Group) -> Iterable[tuple[str, Any]]:
+    primary = group.config.select.model
+    alive = [r for r in group.results if r.at is not None]
+    if alive:
+        yield "client_accuracies", accuracy_figure(alive, primary)
+        yield "front", front_figure(group.trials, alive, primary)
+        yield "curves", curves_figure(alive, primary)
+    weighted = [r for r in alive if r.trial.method.uses_losses]
+    if weighted:
+        yield "weights", weights_figure(weighted[0])
+    yield "partition", partition_figure(federation_of(group.config))
+
+
+def _section(group: Group, table: Table, figures: Sequence[PageFigure]) -> Section:
+    chosen = "\n".join(f"{r.label}: {r.trial.describe(r.at)}" for r in group.results)
+    alpha = "" if group.alpha is None else f", α = {group.alpha:g}"
+    name = group_name(group)
+    return Section(
+        f"{group.dataset}{alpha}",
+        name.replace(".", "_"),
+        table.title,
+        table,
+        figures,
+        {"Chosen on validation": chosen, "Configuration of one run": group.config.to_toml()},
+    )
+
+
+def _subtitle(groups: Sequence[Group]) -> str:
+    runs = sum(len(g.runs) for g in groups)
+    return f"{runs} runs on {len(groups)} federation{'s' if len(groups) != 1 else ''}"
+
+
+def _birth(groups: Sequence[Group]) -> dict[str, str]:
+    """What the results were made with, over all runs."""
+    births = [run.manifest["birth"] for g in groups for run in g.runs]
+
+    def values(key: str) -> str:
+        return ", ".join(sorted({str(b[key]) for b in births}))
+
+    seconds = float(np.sum([b["seconds"] for b in births]))
+    return {
+        "fairvar": values("fairvar"),
+        "torch": values("torch"),
+        "device": values("device"),
+        "numbers": values("dtype"),
+        "seeds": values("seed"),
+        "computing time of all runs": f"{seconds / 60:.1f} min",
+    }
