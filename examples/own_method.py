@@ -20,7 +20,7 @@ from fairvar.testing import check_method
 class TERM(fv.Method, frozen=True, tag="term"):
     """w_i ∝ exp(τ f_i(x)): the larger the tilt τ, the more the worst clients count."""
 
-    reveals: ClassVar[tuple[str, ...]] = ("model update", "loss")
+    sends: ClassVar[tuple[str, ...]] = ("model update", "loss")
     uses_losses: ClassVar[bool] = True
     fairness_knob: ClassVar[str | None] = "tau"
 

@@ -334,6 +334,62 @@ def doctor(*, json: Json = False) -> None:
         _print(facts_table(examine()))
 
 
+data = App(name="data", help="Data sets: what is available, where from, checksums.")
+app.command(data)
+
+
+@data.command(name="list")
+def data_list(*, json: Json = False) -> None:
+    """Every data set: what it is, whether it was found, where it comes from."""
+    from fairvar.data import describe
+    from fairvar.report.show import datasets_table
+
+    if json:
+        _print_json(describe())
+    else:
+        _print(datasets_table(describe()))
+
+
+@data.command(name="fetch")
+def data_fetch(name: str, *, root: Path | None = None) -> None:
+    """Download a data set from its official address, checked against its SHA-256.
+
+    An interrupted download is continued by the same command.
+
+    Args:
+        name: as `fairvar data list` writes it.
+        root: folder to put it into; fairvar's cache by default.
+    """
+    from fairvar.data.fetch import fetch
+    from fairvar.progress import progress
+
+    with progress(f"fetch {name}") as report:
+        folder = fetch(
+            name, root, progress=lambda file, done, total: report(done, total or 0, file)
+        )
+    print(folder)
+
+
+@data.command(name="verify")
+def data_verify(name: str, *, root: Path | None = None, json: Json = False) -> None:
+    """Check a data set's files; exit code 4 if one is not what was published.
+
+    Args:
+        name: as `fairvar data list` writes it.
+        root: folder to look in; FAIRVAR_DATA and fairvar's cache otherwise.
+        json: print the result as JSON.
+    """
+    from fairvar.data import verify
+
+    rows = verify(name, root)
+    if json:
+        _print_json([{"file": f, "ok": ok, "reason": why} for f, ok, why in rows])
+    else:
+        print(*(f"{'ok ' if ok else 'BAD'} {f}  {why}" for f, ok, why in rows), sep="\n")
+    if not all(ok for _, ok, _ in rows):
+        sys.exit(4)
+
+
 def _show_report(tables: Any, files: Any, json: bool) -> None:
     from fairvar.report import to_rich
     from fairvar.report.results import shorten
@@ -387,7 +443,9 @@ def _load_plugin(path: Path | None) -> None:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise BadInput(f"plugin {path} is not a Python file")
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where annotations written as strings are looked up
+    spec.loader.exec_module(module)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -29,7 +29,7 @@ from fairvar.select import Criterion
 
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 # Where a run happens does not change what it is.
-NOT_IN_FINGERPRINT = ("name", "data.root", "train.device", "train.chunk", "select")
+NOT_IN_FINGERPRINT = ("name", "data.root", "model.weights", "train.device", "train.chunk", "select")
 
 
 class DataConfig(Checked, frozen=True, kw_only=True):
@@ -57,8 +57,14 @@ class ModelConfig(Checked, frozen=True, kw_only=True):
 
     name: str = "multinomial"
     loss: str = "cross_entropy"
+    weights: str | None = None  # a .safetensors or .pth file to start from; the last layer is new
+    weights_sha256: str | None = None
 
     def check(self) -> None:
+        if (self.weights is None) != (self.weights_sha256 is None):
+            raise BadInput(
+                "model.weights and model.weights_sha256 go together: a file and what it is"
+            )
         if self.name not in MODELS:
             raise unknown("model.name", self.name, MODELS)
         if self.loss not in LOSSES:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
+from torch import nn
 
 from fairvar.archive import (
     pack_checkpoint,
@@ -27,6 +28,7 @@ from fairvar.engine.train import Checkpoint, run_rounds
 from fairvar.errors import BadInput, FairvarError, IntegrityError
 from fairvar.federation import Federation
 from fairvar.history import History
+from fairvar.models import build, load_weights
 from fairvar.store import (
     drop_checkpoints,
     is_complete,
@@ -82,6 +84,17 @@ def _federation(data: Any, partition: Any) -> Federation:
     )
 
 
+def model_of(config: Config, federation: Federation) -> nn.Module:
+    """The initial model; pretrained weights fill all but the last layer, which fits the data."""
+    shape, classes = federation.input_shape, federation.classes or 1
+    module = build(config.model.name, shape, classes, config.train.seed)
+    if config.model.weights is not None:
+        last = list(module.state_dict())[-1].rsplit(".", 1)[0]
+        path = Path(config.model.weights)
+        load_weights(module, path, config.model.weights_sha256, skip=(f"{last}.",))
+    return module
+
+
 def compute(config: Config, folder: Path, watch: Watch) -> History:
     """Train, continuing from the newest intact checkpoint of the folder if there is one."""
     torch.set_num_threads(config.train.threads)
@@ -100,9 +113,10 @@ def compute(config: Config, folder: Path, watch: Watch) -> History:
             raise Interrupted(f"stopped after round {done} of {config.train.rounds}; the same "
                               "command continues from here")  # fmt: skip
 
+    federation = federation_of(config)
     return run_rounds(
-        config.model.name,
-        federation_of(config),
+        model_of(config, federation),
+        federation,
         config.method,
         config.model.loss,
         config.train,
@@ -161,6 +175,7 @@ def _facts(config: Config, history: History) -> dict[str, Any]:
         "fingerprint": config.fingerprint,
         "method": config.method.label,
         "protocol": config.protocol,
+        "starts_from": config.model.weights_sha256 or "scratch",
         "rounds": history.rounds,
         "diverged_at": history.diverged_at,
         "passport": dict(federation_of(config).passport),

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +25,22 @@ SEAL = ',\n  "seal": "'
 
 def write_bytes(path: Path, content: bytes) -> None:
     """All or nothing: a temporary file beside the target, synced, then renamed over it."""
-    name = ""
+    # Not tempfile: its files are private to the user, and results are there to be shared.
+    temporary = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        os.replace(temporary, path)
         _sync_folder(path.parent)
     except OSError as error:
-        Path(name).unlink(missing_ok=True) if name else None
         needed = f"{len(content):,} bytes needed"
         raise RunFailed(f"cannot write {path}: {error.strerror or error} ({needed})") from None
-    except BaseException:
-        Path(name).unlink(missing_ok=True) if name else None
-        raise
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:

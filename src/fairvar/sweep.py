@@ -25,7 +25,7 @@ import msgspec
 from fairvar.config import Config
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, FairvarError, RunFailed
-from fairvar.experiment import Interrupted, Watch, federation_of, run_cell, run_folder
+from fairvar.experiment import Interrupted, Watch, federation_of, model_of, run_cell, run_folder
 from fairvar.progress import Report
 from fairvar.store import is_complete
 
@@ -242,8 +242,9 @@ def _seconds_per_run(cell: Config) -> float:
     marks: list[float] = []
     short = msgspec.structs.replace(cell.train, rounds=few)
     seldom = msgspec.structs.replace(cell.evaluate, every=few)
+    data = federation_of(cell)
     run_rounds(
-        cell.model.name, federation_of(cell), cell.method, cell.model.loss, short, seldom,
+        model_of(cell, data), data, cell.method, cell.model.loss, short, seldom,
         progress=lambda done, total: marks.append(time.perf_counter()),
     )  # fmt: skip
     steps = [b - a for a, b in pairwise(marks)]

@@ -186,7 +186,7 @@ class Reversed(fv.FedAvg, frozen=True, tag="23"):
 
 
 class Secretive(fv.FedAvg, frozen=True, tag="24"):
-    reveals: ClassVar[tuple[str, ...]] = ()
+    sends: ClassVar[tuple[str, ...]] = ()
 
 
 class Cheap(fv.FedAvg, frozen=True, tag="25"):

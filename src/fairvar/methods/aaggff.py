@@ -26,8 +26,8 @@ class AAggFF(Method, frozen=True, tag="aaggff"):
     """
 
     reference: ClassVar[str] = "Hahn, Kim, Lee 2024"
-    reveals: ClassVar[tuple[str, ...]] = ("model update", "loss")
-    sums_suffice: ClassVar[bool] = False
+    sends: ClassVar[tuple[str, ...]] = ("model update", "loss")
+    each_separately: ClassVar[bool] = True
     fairness_knob: ClassVar[str | None] = "cdf"
     uses_losses: ClassVar[bool] = True
 

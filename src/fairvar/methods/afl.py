@@ -23,8 +23,8 @@ class AFL(Method, frozen=True, tag="afl"):
     """
 
     reference: ClassVar[str] = "Mohri, Sivek, Suresh 2019"
-    reveals: ClassVar[tuple[str, ...]] = ("model update", "loss")
-    sums_suffice: ClassVar[bool] = False
+    sends: ClassVar[tuple[str, ...]] = ("model update", "loss")
+    each_separately: ClassVar[bool] = True
     fairness_knob: ClassVar[str | None] = "step"
     uses_losses: ClassVar[bool] = True
 

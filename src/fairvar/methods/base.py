@@ -51,14 +51,25 @@ class Method(Checked, frozen=True, tag_field="name"):
 
     title: ClassVar[str] = ""  # as papers write it; the class name by default
     reference: ClassVar[str] = ""  # the paper, for `fairvar methods`
-    reveals: ClassVar[tuple[str, ...]] = ("model update",)  # what leaves a client
-    sums_suffice: ClassVar[bool] = True  # could run on sums over clients (secure aggregation)
+    sends: ClassVar[tuple[str, ...]] = ("model update",)  # what a client computes and sends
+    each_separately: ClassVar[bool] = False  # the server needs every client's value by itself
     fairness_knob: ClassVar[str | None] = None  # the field that trades accuracy for fairness
 
     uses_mean_loss: ClassVar[bool] = False  # the server broadcasts a = Σ r_i f_i
     uses_mean_gradient: ClassVar[bool] = False  # … and g = Σ r_i ∇f_i
     uses_losses: ClassVar[bool] = False  # the server's weights depend on the clients' losses
     uses_norms: ClassVar[bool] = False  # `normaliser` depends on the norms of the updates
+
+    @property
+    def reveals(self) -> tuple[str, ...]:
+        """What the server gets to see of a client."""
+        by_size = self.client_weights == "size"
+        return (*self.sends, "number of samples") if by_size else self.sends
+
+    @property
+    def sums_suffice(self) -> bool:
+        """Whether sums over clients are enough, so that secure aggregation could carry them."""
+        return not self.each_separately
 
     @property
     def probes(self) -> bool:

@@ -16,7 +16,7 @@ class FairGrad(Regularised, frozen=True, tag="fairgrad"):
     each client leaves out. Clients with equal Hessians make it FedAvg.
     """
 
-    reveals: ClassVar[tuple[str, ...]] = ("model update", "gradient")
+    sends: ClassVar[tuple[str, ...]] = ("model update", "gradient")
 
     @property
     def curvature(self) -> float:

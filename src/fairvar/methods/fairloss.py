@@ -22,7 +22,7 @@ class FairLoss(Regularised, frozen=True, tag="fairloss"):
     and forms Σ_i r_i (1 + λ(f_i − a)) ∇f_i itself.
     """
 
-    reveals: ClassVar[tuple[str, ...]] = ("model update", "loss", "gradient")
+    sends: ClassVar[tuple[str, ...]] = ("model update", "loss", "gradient")
     uses_mean_loss: ClassVar[bool] = True
 
     clip_beta: bool = False
@@ -36,6 +36,10 @@ class FairLoss(Regularised, frozen=True, tag="fairloss"):
     @property
     def only_one_step(self) -> bool:
         return self.collapsed
+
+    @property
+    def sums_suffice(self) -> bool:
+        return not self.collapsed  # there the server weighs each gradient by its client's loss
 
     def coefficients(self, loss: Tensor, mean_loss: Tensor) -> tuple[Tensor, Tensor]:
         pull = self.strength * (loss - mean_loss)

@@ -24,7 +24,7 @@ class QFFL(Method, frozen=True, tag="qffl"):
 
     title: ClassVar[str] = "q-FFL"
     reference: ClassVar[str] = "Li, Sanjabi, Beirami, Smith 2020"
-    reveals: ClassVar[tuple[str, ...]] = ("scaled update", "step bound h")
+    sends: ClassVar[tuple[str, ...]] = ("scaled update", "step bound h")
     fairness_knob: ClassVar[str | None] = "q"
     uses_losses: ClassVar[bool] = True
     uses_norms: ClassVar[bool] = True

@@ -51,7 +51,9 @@ def gather(folder: Path, criterion: Criterion | None = None) -> list[Group]:
     """Group by federation, then by configuration (seeds together), and choose on validation."""
     groups: dict[str, list[StoredRun]] = {}
     for run in stored_runs(folder):
-        groups.setdefault(_group_key(run.config), []).append(run)
+        # The same configuration on other data (half of CIFAR-100, say) is another federation.
+        data = str(run.manifest["passport"].get("dataset_sha256"))
+        groups.setdefault(_group_key(run.config) + data, []).append(run)
     found = [_group(runs, criterion) for runs in groups.values()]
     return sorted(found, key=lambda g: (g.dataset, g.config.protocol, g.alpha or 0.0))
 

@@ -95,6 +95,15 @@ def options_table() -> RichTable:
     return table
 
 
+def datasets_table(rows: Sequence[Mapping[str, Any]]) -> RichTable:
+    table = RichTable(title="Data sets", title_justify="left")
+    for head in ("name", "what", "found", "licence"):
+        table.add_column(head, overflow="fold")
+    for row in rows:
+        table.add_row(*(str(row[key]) for key in ("name", "what", "found", "licence")))
+    return table
+
+
 THEOREMS = {
     "T1": "q-FFL against the loss variance",
     "T2": "when fair and plain stationary points coincide",

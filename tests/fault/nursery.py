@@ -1,0 +1,260 @@
+"""A fork server for tests that kill: a process that has imported torch once and forks children.
+
+Run as a script it warms up, then answers one JSON line per order. Each child is one `fairvar`
+command in a session of its own, so that it can be killed at any moment, alone or with its workers.
+Forking from pytest itself would inherit its threads and its shape checks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PLAN = """
+name = "fault"
+[data]
+name = "logistic"
+clients = 6
+[partition]
+name = "natural"
+[train]
+rounds = {rounds}
+[evaluate]
+every = 5
+[sweep]
+methods = ["fedavg", "afl", "fairgrad*"]
+seeds = 2
+"""
+KEPT = ("config.toml", "history.safetensors", "state.safetensors")
+STEPS = ("made", "half", "written", "synced", "replaced", "folder")
+
+
+class End(NamedTuple):
+    """How a command ended: exit code (negative: the signal that killed it) and what it said."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+
+class Nursery:
+    """The client's side: orders go down a pipe, answers come back."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def ask(self, order: Mapping[str, Any]) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def start(self, *arguments: str | Path, **fault: Any) -> int:
+        """Fork a `fairvar` command with a fault in it; its number."""
+        return int(self.ask({"start": [str(a) for a in arguments], "fault": fault}))
+
+    def kill(self, pid: int, number: int = signal.SIGKILL, whole: bool = False) -> None:
+        """Signal a child, or it and all its workers."""
+        self.ask({"kill": pid, "number": number, "whole": whole})
+
+    def wait(self, pid: int, seconds: float = 120.0) -> End:
+        return End(*self.ask({"wait": pid, "seconds": seconds}))
+
+    def run(self, *arguments: str | Path, **fault: Any) -> End:
+        return self.wait(self.start(*arguments, **fault))
+
+
+@contextmanager
+def nursery(folder: Path) -> Iterator[Nursery]:
+    """A running fork server that keeps the children's words in `folder`."""
+    command = [sys.executable, __file__, str(folder)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield Nursery(process)
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def write_plan(folder: Path, rounds: int, sweep: str = "") -> Path:
+    path = folder / "plan.toml"
+    path.write_text(PLAN.format(rounds=rounds) + sweep)
+    return path
+
+
+def run_bytes(folder: Path) -> dict[str, bytes]:
+    """What must be the same after any number of faults: all of a run but its wall-clock time."""
+    found = {name: (folder / name).read_bytes() for name in KEPT}
+    facts = json.loads((folder / "manifest.json").read_bytes())
+    facts["birth"].pop("seconds")
+    facts.pop("seal")
+    return found | {"manifest": json.dumps(facts, sort_keys=True).encode()}
+
+
+def sweep_bytes(out: Path) -> dict[str, dict[str, bytes]]:
+    folders = [
+        p for p in sorted(out.iterdir()) if p.is_dir() and p.name not in (".locks", "report")
+    ]
+    return {folder.name: run_bytes(folder) for folder in folders}
+
+
+def visible(out: Path) -> list[Path]:
+    """Files that are neither locks nor hidden leftovers of a write."""
+    found = [p for p in sorted(out.rglob("*")) if p.is_file() and ".locks" not in p.parts]
+    return [p for p in found if not p.name.startswith(".")]
+
+
+def _die_in_save(file: str, step: str) -> None:
+    """Exit at once, as a power cut would, inside one step of writing one file."""
+    from fairvar import store
+
+    doomed: list[str] = []
+    make, fdopen, replace, fsync = tempfile.mkstemp, os.fdopen, os.replace, os.fsync
+    sync_folder: Callable[[Path], None] = store._sync_folder
+
+    def die(now: str) -> None:
+        if doomed and now == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def mkstemp(*a: Any, **k: Any) -> Any:
+        if str(k.get("prefix", "")).startswith(f".{file}"):
+            doomed.append(file)
+        made = make(*a, **k)
+        die("made")
+        return made
+
+    class Half:
+        """A file of which only half reaches the disk."""
+
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __enter__(self) -> Half:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.file.close()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def write(self, content: bytes) -> None:
+            self.file.write(content[: len(content) // 2])
+            self.file.flush()
+            die("half")
+            self.file.write(content[len(content) // 2 :])
+
+    def sync(handle: int) -> None:
+        die("written")
+        fsync(handle)
+        die("synced")
+
+    def put(a: Any, b: Any) -> None:
+        replace(a, b)
+        die("replaced")
+
+    def folder_sync(folder: Path) -> None:
+        sync_folder(folder)
+        die("folder")
+
+    tempfile.mkstemp, os.replace, os.fsync = mkstemp, put, sync  # type: ignore[assignment]
+    os.fdopen = lambda *a, **k: Half(fdopen(*a, **k))  # type: ignore[assignment]
+    store._sync_folder = folder_sync
+
+
+def _log_computed(path: str) -> None:
+    """Note every cell whose computation begins, in a file that appends whole lines."""
+    from fairvar import experiment
+
+    real = experiment.compute
+
+    def compute(config: Any, folder: Path, watch: Any) -> Any:
+        history = real(config, folder, watch)
+        with Path(path).open("a") as file:
+            file.write(f"{folder.name} {os.getpid()}\n")
+        return history
+
+    experiment.compute = compute
+
+
+def _child(arguments: Sequence[str], fault: Mapping[str, Any], words: Path) -> None:
+    os.setsid()
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{words}.{name}", os.O_WRONLY | os.O_CREAT), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    from fairvar import cli
+
+    if "file" in fault:
+        _die_in_save(fault["file"], fault["step"])
+    if "log" in fault:
+        _log_computed(fault["log"])
+    code = 0
+    try:
+        cli.main(list(arguments))
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 99
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _wait(pid: int, words: Path, started: float, seconds: float) -> list[Any]:
+    deadline = time.monotonic() + seconds
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+    spent = time.monotonic() - started
+    code = os.waitstatus_to_exitcode(status)
+    return [code, *(Path(f"{words}.{n}").read_text() for n in ("out", "err")), spent]
+
+
+def _serve(folder: Path) -> None:
+    from fairvar.plan import Plan
+    from fairvar.sweep import run_sweep
+
+    # The first round of each kind imports and builds things: do that once, here.
+    with tempfile.TemporaryDirectory() as name:
+        plan = Plan.load(write_plan(Path(name), 5), ["sweep.seeds=1"])
+        run_sweep(plan.cells, Path(name) / "out", lambda done, total, what: None)
+    started: dict[int, float] = {}
+    for line in sys.stdin:
+        order, answer = json.loads(line), None
+        if "start" in order:
+            number = len(started)
+            sys.stdout.flush()
+            pid = os.fork()
+            if pid == 0:
+                words = folder / f"words-{os.getpid()}"
+                _child(order["start"], order["fault"], words)
+            started[pid] = time.monotonic() + 0 * number
+            answer = pid
+        elif "kill" in order:
+            with suppress(ProcessLookupError):
+                send = os.killpg if order["whole"] else os.kill
+                send(order["kill"], order["number"])
+        else:
+            pid = order["wait"]
+            answer = _wait(pid, folder / f"words-{pid}", started[pid], order["seconds"])
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]))
