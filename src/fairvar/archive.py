@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ def pack_state(state: State) -> bytes:
 
 
 def unpack_state(content: bytes) -> State:
-    return state_from_tensors(_load(content))
+    with _as_written():
+        return state_from_tensors(_load(content))
 
 
 def pack_checkpoint(checkpoint: Checkpoint) -> bytes:
@@ -61,9 +63,10 @@ def pack_checkpoint(checkpoint: Checkpoint) -> bytes:
 
 
 def unpack_checkpoint(content: bytes) -> Checkpoint:
-    flat = _load(content)
-    tables = {k.removeprefix("tables/"): v for k, v in flat.items() if k.startswith("tables/")}
-    return Checkpoint(state_from_tensors(flat), tables)
+    with _as_written():
+        flat = _load(content)
+        tables = {k.removeprefix("tables/"): v for k, v in flat.items() if k.startswith("tables/")}
+        return Checkpoint(state_from_tensors(flat), tables)
 
 
 def pack_history(history: History) -> bytes:
@@ -95,7 +98,11 @@ def pack_history(history: History) -> bytes:
 def unpack_history(
     content: bytes, state: State, method: Method, facts: Mapping[str, Any]
 ) -> History:
-    flat = _load(content)
+    with _as_written():
+        return _history(_load(content), state, method, facts)
+
+
+def _history(flat: Tables, state: State, method: Method, facts: Mapping[str, Any]) -> History:
     samples = {k.split("/")[1]: v for k, v in flat.items() if k.startswith("samples/")}
     tables = {k: v.double() if v.is_floating_point() else v for k, v in flat.items()}
     for name in [k for k in flat if k.startswith("right/")]:
@@ -112,6 +119,15 @@ def unpack_history(
         diverged_at=facts["diverged_at"],
         birth=facts["birth"],
     )
+
+
+@contextmanager
+def _as_written() -> Iterator[None]:
+    """Tensors with other names or shapes than fairvar's are no result, whatever their checksum."""
+    try:
+        yield
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise IntegrityError(f"it does not hold what fairvar writes: {error!r}") from None
 
 
 def _load(content: bytes) -> dict[str, Tensor]:

@@ -271,7 +271,7 @@ def partition(
         json: print the partition's passport as JSON.
     """
     from fairvar.config import Config
-    from fairvar.experiment import federation_of
+    from fairvar.experiment import class_counts, federation_of
     from fairvar.report.look import require_matplotlib, save
     from fairvar.report.pictures import partition_figure
     from fairvar.report.show import passport_table
@@ -279,9 +279,12 @@ def partition(
 
     settings = Config.load(config, overrides)
     require_matplotlib()
-    check_writable(out)
     federation = federation_of(settings)
-    files = save(partition_figure(federation), out, "partition")
+    if federation.classes is None:
+        raise BadInput(f"{federation.name} has no classes: there is no partition to draw")
+    check_writable(out)
+    figure = partition_figure(federation.name, class_counts(federation), federation.passport)
+    files = save(figure, out, "partition")
     if json:
         return _print_json(dict(federation.passport))
     _print(passport_table(federation))
@@ -397,7 +400,8 @@ def _show_report(tables: Any, files: Any, json: bool) -> None:
     if json:
         return _print_json([_table_dict(table) for table in tables])
     for table in tables:
-        _print(to_rich(shorten(table)))
+        # The columns are explained once, under the last table.
+        _print(to_rich(shorten(table, explain=table is tables[-1])))
         print()
     page = next(f for f in files if f.name == "index.html")
     print(f"{len(files)} files in {page.parent}; open {page} in a browser")

@@ -10,7 +10,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import or_
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
@@ -92,7 +92,7 @@ class Config(Checked, frozen=True, kw_only=True):
 
     @staticmethod
     def from_toml(text: str) -> Config:
-        return Config.from_dict(tomllib.loads(text))
+        return Config.from_dict(parse_toml(text, "configuration"))
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Config:
@@ -122,12 +122,17 @@ class Config(Checked, frozen=True, kw_only=True):
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the canonical form: the same for the same computation on any machine."""
-        values = self.to_dict()
-        for dotted in NOT_IN_FINGERPRINT:
-            *path, last = dotted.split(".")
-            reduce(lambda d, k: d.get(k, {}), path, values).pop(last, None)
-        text = json.dumps(_canonical(values), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return _fingerprint(self)
+
+
+@lru_cache(maxsize=100_000)  # a sweep asks for its thousands of folders again and again
+def _fingerprint(config: Config) -> str:
+    values = config.to_dict()
+    for dotted in NOT_IN_FINGERPRINT:
+        *path, last = dotted.split(".")
+        reduce(lambda d, k: d.get(k, {}), path, values).pop(last, None)
+    text = json.dumps(_canonical(values), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _single(values: dict[str, Any]) -> dict[str, Any]:
@@ -143,15 +148,22 @@ def _union(kinds: Mapping[str, type[Method]]) -> Any:
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:
         raise BadInput(
             f"{path} does not exist; give a TOML file (see configs/quick.toml)"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} cannot be read as text: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise BadInput(f"{path} is not valid TOML: {error}") from None
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise BadInput(f"{where} is not valid TOML: it is nested too deeply") from None
+    except ValueError as error:  # TOMLDecodeError, or a number of thousands of digits
+        raise BadInput(f"{where} is not valid TOML: {error}") from None
 
 
 def merge_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -163,16 +175,21 @@ def merge_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
         key, sign, right = text.partition("=")
         if not sign or not key:
             raise BadInput(f"override {text!r} must look like train.lr=0.1")
-        *path, last = key.strip().split(".")
-        section = values
-        for part in path:
-            section = section.setdefault(part, {})
-            if not isinstance(section, dict):
-                raise BadInput(f"override {key}: {part} is a value, not a section")
-        if path and path[-1] in ("method", "partition") and last == "name":
-            section.clear()
-        section[last] = _value(right.strip())
+        assign(values, key.strip(), _value(right.strip()))
     return values
+
+
+def assign(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set what a dotted key names, making the sections on the way."""
+    *path, last = key.split(".")
+    section = values
+    for part in path:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise BadInput(f"override {key}: {part} is a value, not a section")
+    if path and path[-1] in ("method", "partition") and last == "name":
+        section.clear()
+    section[last] = value
 
 
 def _value(text: str) -> Any:
@@ -261,4 +278,4 @@ def _canonical(value: Any) -> Any:
         return {k: _canonical(v) for k, v in value.items()}
     if isinstance(value, list):
         return [_canonical(v) for v in value]
-    return value.hex() if isinstance(value, float) else value
+    return (value + 0.0).hex() if isinstance(value, float) else value  # −0.0 is 0.0

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from filelock import FileLock, Timeout
+from jaxtyping import Int64
 from torch import nn
 
 from fairvar.archive import (
@@ -25,23 +27,28 @@ from fairvar.archive import (
 from fairvar.config import Config
 from fairvar.data import load_federation
 from fairvar.engine.train import Checkpoint, run_rounds
-from fairvar.errors import BadInput, FairvarError, IntegrityError
+from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
 from fairvar.federation import Federation
 from fairvar.history import History
 from fairvar.models import build, load_weights
 from fairvar.store import (
     drop_checkpoints,
     is_complete,
+    open_manifest,
     read_checkpoints,
     read_manifest,
     read_sealed,
     save_folder,
+    seal_manifest,
+    write_bytes,
     write_checkpoint,
 )
 
 SCORES = ("mean", "variance_over_clients", "noise_floor", "corrected_variance",
           "worst_10_percent", "smallest")  # fmt: skip
 SECONDS_BETWEEN_CHECKPOINTS = 10.0
+NEEDED = ("rounds", "diverged_at", "passport", "birth")  # facts that readers of a run use
+T = TypeVar("T")
 
 
 class Interrupted(FairvarError):
@@ -98,8 +105,7 @@ def model_of(config: Config, federation: Federation) -> nn.Module:
 def compute(config: Config, folder: Path, watch: Watch) -> History:
     """Train, continuing from the newest intact checkpoint of the folder if there is one."""
     torch.set_num_threads(config.train.threads)
-    saved = [unpack_checkpoint(payload) for payload in read_checkpoints(folder)]
-    start = max(saved, key=lambda c: c.state.round, default=None)
+    start = max(_checkpoints(folder), key=lambda c: c.state.round, default=None)
     count, last = 0, time.monotonic()
 
     def keep(done: int, make: Callable[[], Checkpoint]) -> None:
@@ -127,6 +133,12 @@ def compute(config: Config, folder: Path, watch: Watch) -> History:
     )
 
 
+def _checkpoints(folder: Path) -> Iterator[Checkpoint]:
+    for payload in read_checkpoints(folder):
+        with suppress(IntegrityError):
+            yield unpack_checkpoint(payload)
+
+
 def run_cell(config: Config, out: Path, watch: Watch) -> dict[str, Any] | None:
     """Compute and store one run unless it is there already; None if another process has it.
 
@@ -134,10 +146,9 @@ def run_cell(config: Config, out: Path, watch: Watch) -> dict[str, Any] | None:
     """
     folder = run_folder(config, out)
     if not is_complete(folder):
-        (out / ".locks").mkdir(parents=True, exist_ok=True)
-        lock = FileLock(out / ".locks" / folder.name, timeout=0)
         try:
-            with lock:
+            (out / ".locks").mkdir(parents=True, exist_ok=True)
+            with FileLock(out / ".locks" / folder.name, timeout=0):
                 if not is_complete(folder):
                     folder.mkdir(parents=True, exist_ok=True)
                     history = compute(config, folder, watch)
@@ -147,6 +158,8 @@ def run_cell(config: Config, out: Path, watch: Watch) -> dict[str, Any] | None:
         except BadInput:
             _leave_nothing(folder, out)
             raise
+        except OSError as error:
+            raise RunFailed(f"cannot work in {folder}: {error.strerror or error}") from None
     return read_manifest(folder)
 
 
@@ -164,9 +177,38 @@ def save_run(folder: Path, config: Config, history: History) -> dict[str, Any]:
         "history.safetensors": pack_history(history),
         "state.safetensors": pack_state(history.state),
     }
+    record_federation(folder.parent, federation_of(config))
     manifest = save_folder(folder, files, _facts(config, history))
     drop_checkpoints(folder)
     return manifest
+
+
+def record_federation(out: Path, federation: Federation) -> None:
+    """Who holds what, once per partition, so that a report can draw it without the data."""
+    path = out / "federations" / f"{federation.passport.get('sha256', 'unknown')[:16]}.json"
+    if federation.classes is not None and not path.exists():
+        facts = {"class_counts": class_counts(federation).tolist(), **federation.passport}
+        write_bytes(path, seal_manifest(facts))
+
+
+def class_counts(federation: Federation) -> Int64[np.ndarray, "n classes"]:
+    """Training samples of each class at each client."""
+    split, classes = federation.train, federation.classes or 1
+    cells = (split.client * classes + split.y).cpu().numpy()
+    counts = np.bincount(cells, minlength=federation.clients * classes)
+    return counts.reshape(federation.clients, classes)
+
+
+def recorded_federation(run: StoredRun) -> dict[str, Any] | None:
+    """The passport and class counts behind a stored run, if they were kept beside it."""
+    sha = str(run.manifest["passport"].get("sha256", "unknown"))
+    path = run.folder.parent / "federations" / f"{sha[:16]}.json"
+    try:
+        return open_manifest(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise IntegrityError(f"{path} is damaged: {error}; delete it") from None
 
 
 def _facts(config: Config, history: History) -> dict[str, Any]:
@@ -210,10 +252,22 @@ class StoredRun:
         manifest = read_manifest(folder)
         if manifest is None:
             raise IntegrityError(f"{folder} holds no finished run (it has no manifest)")
+        lacking = [fact for fact in NEEDED if fact not in manifest]
+        if lacking:
+            raise IntegrityError(f"the manifest of {folder} lacks {', '.join(lacking)}")
         text = read_sealed(folder, manifest, "config.toml").decode()
         return StoredRun(folder, Config.from_toml(text), manifest)
 
     def history(self) -> History:
-        state = unpack_state(read_sealed(self.folder, self.manifest, "state.safetensors"))
-        content = read_sealed(self.folder, self.manifest, "history.safetensors")
-        return unpack_history(content, state, self.config.method, self.manifest)
+        state = self._read("state.safetensors", unpack_state)
+        return self._read(
+            "history.safetensors",
+            lambda content: unpack_history(content, state, self.config.method, self.manifest),
+        )
+
+    def _read(self, name: str, unpack: Callable[[bytes], T]) -> T:
+        content = read_sealed(self.folder, self.manifest, name)
+        try:
+            return unpack(content)
+        except IntegrityError as error:
+            raise IntegrityError(f"{self.folder / name}: {error}") from None

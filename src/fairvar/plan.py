@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import msgspec
+from msgspec.structs import replace
 
 from fairvar.checked import Checked, Count, NonNegative, Positive
-from fairvar.config import Config, merge_overrides, read_toml, refuse_unknown
+from fairvar.config import Config, assign, merge_overrides, read_toml, refuse_unknown
+from fairvar.data import Dirichlet, Partition
 from fairvar.errors import BadInput, unknown
-from fairvar.methods import METHODS
+from fairvar.methods import METHODS, Method
 from fairvar.select import Criterion
 
 PAPER_METHODS = ("fedavg", "afl", "qffl", "aaggff", "fairloss", "fairloss*", "fairgrad",
@@ -88,11 +90,13 @@ class Plan:
     def load(path: Path, overrides: Sequence[str] = (), scale: str | None = None) -> Plan:
         values = read_toml(path)
         scales = values.pop("scale", {})
+        if not isinstance(scales, dict) or not all(isinstance(s, dict) for s in scales.values()):
+            raise BadInput("scale must be sections: write [scale.NAME]")
         if scale is not None:
             if scale not in scales:
                 raise unknown("scale", scale, scales)
-            changes = [f"{key}={_toml(value)}" for key, value in scales[scale].items()]
-            merge_overrides(values, changes)
+            for key, value in _flat(scales[scale]):
+                assign(values, key, value)
         return Plan.from_dict(merge_overrides(values, overrides))
 
     @staticmethod
@@ -112,30 +116,41 @@ class Plan:
         if "method" in base:
             raise BadInput("a sweep takes its methods from sweep.methods; remove [method]")
         first = Config.from_dict(base)
-        return Plan(first.name, settings, first.select, list(_expand(base, settings)))
+        return Plan(first.name, settings, first.select, list(_expand(first, settings)))
 
 
-def _toml(value: Any) -> str:
-    """A value as it would be written behind `key=` on the command line."""
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return repr(value)
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; `train.rounds` means the same with and without quotes."""
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
-def _expand(base: dict[str, Any], settings: SweepSettings) -> Iterator[Config]:
+def _expand(first: Config, settings: SweepSettings) -> Iterator[Config]:
     """Seeds outermost: an unfinished sweep then has whole grids for fewer seeds."""
-    for seed, alpha in itertools.product(settings.seed_list, settings.alpha or (None,)):
-        for name in settings.methods:
-            fixed, lists = settings.axes(name)
-            for values in itertools.product(*lists.values()):
-                options = fixed | dict(zip(lists, values, strict=True))
-                cell = copy.deepcopy(base)
-                cell.setdefault("train", {}).update(lr=options.pop("lr"), seed=seed)
-                cell["method"] = options
-                if alpha is not None:
-                    cell.setdefault("partition", {"name": "dirichlet"})["alpha"] = alpha
-                yield Config.from_dict(cell)
+    methods = {name: list(_method_axis(settings, name)) for name in settings.methods}
+    partitions: list[Partition] = [_with_alpha(first, alpha) for alpha in settings.alpha]
+    partitions = partitions or [first.partition]
+    for seed, partition, name in itertools.product(
+        settings.seed_list, partitions, settings.methods
+    ):
+        for method, lr in methods[name]:
+            train = replace(first.train, lr=lr, seed=seed)
+            yield replace(first, method=method, train=train, partition=partition)
+
+
+def _method_axis(settings: SweepSettings, name: str) -> Iterator[tuple[Method, float]]:
+    """Every configuration of one method with every learning rate."""
+    fixed, lists = settings.axes(name)
+    for values in itertools.product(*lists.values()):
+        options = fixed | dict(zip(lists, values, strict=True))
+        lr = options.pop("lr")
+        yield Config.from_dict({"method": options}).method, lr
+
+
+def _with_alpha(first: Config, alpha: float) -> Dirichlet:
+    if not isinstance(first.partition, Dirichlet):
+        raise BadInput("sweep.alpha needs a dirichlet partition; remove it or change [partition]")
+    return replace(first.partition, alpha=alpha)

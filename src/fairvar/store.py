@@ -85,9 +85,12 @@ def open_manifest(raw: bytes) -> dict[str, Any]:
     body = head + b"\n}"
     if not mark or _seal(body) != raw:
         raise ValueError("its seal is broken")
-    found = json.loads(body)
-    if not isinstance(found, dict):
-        raise ValueError("it is not an object")
+    try:
+        found = json.loads(body)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(found, dict) or not isinstance(found.get("sha256"), dict):
+        raise ValueError("it lists no files")
     return found
 
 
@@ -126,10 +129,14 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 def read_sealed(folder: Path, manifest: Mapping[str, Any], name: str) -> bytes:
     """A file of a finished run, exactly as it was written."""
     path = folder / name
+    # The seal is no signature: a manifest from elsewhere may name files outside of its folder.
+    if Path(name).name != name or path.is_symlink():
+        raise IntegrityError(f"{str(path)!r} is not a file of its own in the run's folder; refused")
     try:
         content = path.read_bytes()
-    except OSError as error:
-        raise IntegrityError(f"{path} cannot be read: {error.strerror}; run again") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise IntegrityError(f"{path} cannot be read: {reason}; run again") from None
     if hashlib.sha256(content).hexdigest() != manifest["sha256"].get(name):
         raise IntegrityError(f"{path} was changed after it was written; delete {folder}, run again")
     return content

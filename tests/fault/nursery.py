@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,32 +115,27 @@ def visible(out: Path) -> list[Path]:
     return [p for p in found if not p.name.startswith(".")]
 
 
-def _die_in_save(file: str, step: str) -> None:
-    """Exit at once, as a power cut would, inside one step of writing one file."""
+def _die_in_save(doomed: str, step: str) -> None:
+    """Die at once, as in a power cut, inside one step of writing one file."""
     from fairvar import store
 
-    doomed: list[str] = []
-    make, fdopen, replace, fsync = tempfile.mkstemp, os.fdopen, os.replace, os.fsync
-    sync_folder: Callable[[Path], None] = store._sync_folder
+    replace, fsync, sync_folder = os.replace, os.fsync, store._sync_folder
+    writing = False
 
     def die(now: str) -> None:
-        if doomed and now == step:
+        if writing and now == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def mkstemp(*a: Any, **k: Any) -> Any:
-        if str(k.get("prefix", "")).startswith(f".{file}"):
-            doomed.append(file)
-        made = make(*a, **k)
-        die("made")
-        return made
+    class Doomed:
+        """A file that can end half-way through its content."""
 
-    class Half:
-        """A file of which only half reaches the disk."""
+        def __init__(self, path: Path, mode: str) -> None:
+            nonlocal writing
+            writing = path.name.startswith(f".{doomed}")
+            self.file = path.open(mode)
+            die("made")
 
-        def __init__(self, file: Any) -> None:
-            self.file = file
-
-        def __enter__(self) -> Half:
+        def __enter__(self) -> Doomed:
             return self
 
         def __exit__(self, *error: object) -> None:
@@ -160,21 +155,23 @@ def _die_in_save(file: str, step: str) -> None:
         fsync(handle)
         die("synced")
 
-    def put(a: Any, b: Any) -> None:
-        replace(a, b)
+    def put(old: Path, new: Path) -> None:
+        replace(old, new)
         die("replaced")
 
     def folder_sync(folder: Path) -> None:
+        os.fsync = fsync
         sync_folder(folder)
         die("folder")
+        os.fsync = sync
 
-    tempfile.mkstemp, os.replace, os.fsync = mkstemp, put, sync  # type: ignore[assignment]
-    os.fdopen = lambda *a, **k: Half(fdopen(*a, **k))  # type: ignore[assignment]
+    store.open = Doomed  # type: ignore[attr-defined]
+    os.replace, os.fsync = put, sync  # type: ignore[assignment]
     store._sync_folder = folder_sync
 
 
 def _log_computed(path: str) -> None:
-    """Note every cell whose computation begins, in a file that appends whole lines."""
+    """Note every cell that was computed to its end, in a file that appends whole lines."""
     from fairvar import experiment
 
     real = experiment.compute
@@ -238,13 +235,12 @@ def _serve(folder: Path) -> None:
     for line in sys.stdin:
         order, answer = json.loads(line), None
         if "start" in order:
-            number = len(started)
             sys.stdout.flush()
             pid = os.fork()
             if pid == 0:
                 words = folder / f"words-{os.getpid()}"
                 _child(order["start"], order["fault"], words)
-            started[pid] = time.monotonic() + 0 * number
+            started[pid] = time.monotonic()
             answer = pid
         elif "kill" in order:
             with suppress(ProcessLookupError):

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import random
+import re
+import signal
 import time
 from pathlib import Path
 
 import pytest
-from nursery import KEPT, End, Nursery, sweep_bytes, visible, write_plan
+from nursery import KEPT, PLAN, End, Nursery, sweep_bytes, visible, write_plan
 
-TABLES = (".md", ".csv", ".tex")
+from fairvar.report.gather import gather
+from fairvar.report.render import render
+from fairvar.report.write import FORMATS, group_table
+from fairvar.store import is_complete, read_checkpoints
+
+TABLES = ("md", "csv", "tex")
 
 
 @pytest.fixture(scope="module")
@@ -21,20 +28,19 @@ def calm(tmp_path_factory: pytest.TempPathFactory, children: Nursery) -> tuple[P
     )
     assert end.code == 0, end.err
     assert "6 of 6 runs are done" in end.out
-    assert children.run("report", folder / "out").code == 0
     return folder, end
 
 
-def tables(out: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in (out / "report").iterdir() if p.suffix in TABLES}
+def tables(out: Path) -> dict[str, str]:
+    """The report's tables, without its pictures, which take seconds."""
+    (group,) = gather(out)
+    return {kind: render(group_table(group), FORMATS[kind]) for kind in TABLES}
 
 
-def same_as_calm(children: Nursery, out: Path, calm: Path) -> None:
+def same_as_calm(out: Path, calm: Path) -> None:
     assert len(sweep_bytes(out)) == 6
     assert sweep_bytes(out) == sweep_bytes(calm / "out")
     assert {p.name for p in visible(out)} == {*KEPT, "manifest.json"}
-    assert children.run("report", out).code == 0
-    assert len(tables(out)) == 3
     assert tables(out) == tables(calm / "out")
 
 
@@ -52,7 +58,7 @@ def test_sixteen_kills_of_one_process_change_nothing(children, calm, tmp_path):
     assert kills == 16
     end = children.run(*command)
     assert (end.code, end.err.count("\n")) == (0, 1), end
-    same_as_calm(children, tmp_path / "out", folder)
+    same_as_calm(tmp_path / "out", folder)
 
 
 @pytest.mark.slow
@@ -65,10 +71,132 @@ def test_kills_with_two_workers_change_nothing(children, calm, tmp_path):
     killed = []
     for whole in (False, True, False, True):
         pid = children.start(*command)
-        time.sleep(draw.uniform(1.0, 4.5))
+        time.sleep(draw.uniform(1.0, 3.5))
         children.kill(pid, whole=whole)
         killed.append(children.wait(pid).code)
     end = children.run(*command)
     assert end.code == 0, end.err
     assert killed.count(-9) >= 2, killed  # on a fast machine a late kill comes too late
-    same_as_calm(children, tmp_path / "out", folder)
+    same_as_calm(tmp_path / "out", folder)
+
+
+@pytest.mark.slow
+def test_workers_end_when_their_parent_was_killed_early(children, calm, tmp_path):
+    """Killed while its workers still import: they must not compute the sweep as orphans."""
+    folder, _ = calm
+    out = tmp_path / "out"
+    pid = children.start("sweep", folder / "plan.toml", "--out", out, "--workers", "2")
+    time.sleep(0.8)
+    children.kill(pid)
+    assert children.wait(pid).code == -9
+    assert ends(pid)
+    assert not list(out.glob("*/manifest.json"))
+
+
+def ends(session: int, seconds: float = 15.0) -> bool:
+    """Whether all processes of a session end by themselves."""
+    deadline = time.monotonic() + seconds
+    while members(session) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not members(session)
+
+
+def members(session: int) -> list[int]:
+    """Processes that are left of a session, from the process table."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # ended meanwhile
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.slow
+def test_a_killed_worker_is_replaced(children, calm, tmp_path):
+    """One of two workers dies with SIGKILL; the sweep goes on and ends with the same bytes."""
+    folder, _ = calm
+    out = tmp_path / "out"
+    pid = children.start("sweep", folder / "plan.toml", "--out", out, "--workers", "2")
+    deadline = time.monotonic() + 30
+    while not list(out.glob(".locks/*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    workers = [m for m in members(pid) if b"spawn_main" in Path(f"/proc/{m}/cmdline").read_bytes()]
+    assert len(workers) == 2
+    children.kill(workers[0])
+    end = children.wait(pid)
+    assert end.code == 0, end.err
+    assert sweep_bytes(out) == sweep_bytes(folder / "out")
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_polite_signal_saves_and_says_how_to_continue(name, children, calm, tmp_path):
+    folder, undisturbed = calm
+    out = tmp_path / "out"
+    pid = children.start("sweep", folder / "plan.toml", "--out", out)
+    time.sleep(undisturbed.seconds / 3)
+    children.kill(pid, getattr(signal, name))
+    end = children.wait(pid)
+    assert (end.code, end.out) == (130, "")
+    assert end.err == "fairvar: interrupted; the same command continues\n"
+    assert not [p for p in out.glob("*/*") if p.name.startswith(".")]
+    # The run that was under way kept its last round; between two runs there is none.
+    runs = [p for p in out.iterdir() if p.name != ".locks"]
+    under_way = [p for p in runs if not is_complete(p)]
+    assert 1 <= len(runs) <= 5
+    assert len(under_way) <= 1
+    assert all(len(read_checkpoints(p)) == 1 for p in under_way)
+    assert children.run("sweep", folder / "plan.toml", "--out", out).code == 0
+    same_as_calm(out, folder)
+
+
+@pytest.mark.slow
+def test_sigterm_with_two_workers(children, calm, tmp_path):
+    folder, _ = calm
+    command = ("sweep", folder / "plan.toml", "--out", tmp_path / "out", "--workers", "2")
+    pid = children.start(*command)
+    deadline = time.monotonic() + 30
+    while not list(tmp_path.glob("out/.locks/*")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    children.kill(pid, signal.SIGTERM)
+    end = children.wait(pid)
+    assert (end.code, end.err) == (130, "fairvar: interrupted; the same command continues\n")
+    assert ends(pid)
+    assert children.run(*command).code == 0
+    same_as_calm(tmp_path / "out", folder)
+
+
+def test_a_single_run_can_be_interrupted_too(children, tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text(PLAN.format(rounds=3000).partition("[sweep]")[0])
+    pid = children.start("run", config, "--out", tmp_path / "out")
+    time.sleep(0.5)
+    children.kill(pid, signal.SIGINT)
+    end = children.wait(pid)
+    assert end.code == 130
+    assert re.fullmatch(
+        r"fairvar: stopped after round \d+ of 3000; the same command continues from here\n",
+        end.err,
+    )
+    assert not list(tmp_path.glob("out/*/manifest.json"))
+
+
+def test_budget_ends_in_peace_and_continues(children, calm, tmp_path):
+    """Exit 0, what is left is said, and any number of budgets give the same bytes."""
+    folder, undisturbed = calm
+    out = tmp_path / "out"
+    budget = f"{undisturbed.seconds / 3:.2f}s"
+    command = ("sweep", folder / "plan.toml", "--out", out, "--budget", budget)
+    first = children.run(*command)
+    assert first.code == 0, first.err
+    assert "stopped because the budget is spent; the same command continues" in first.out
+    assert "6 of 6" not in first.out
+    for _ in range(20):
+        end = children.run(*command)
+        assert end.code == 0
+        if "6 of 6 runs are done" in end.out:
+            break
+    assert "stopped" not in end.out
+    same_as_calm(out, folder)

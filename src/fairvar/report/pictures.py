@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fairvar.errors import BadInput
-from fairvar.federation import Federation
 from fairvar.report import figures
 from fairvar.report.front import Point, front
 from fairvar.report.results import Result, Trial, noise_floor
@@ -72,21 +70,15 @@ def _point(trial: Trial, at: int, model: str, chosen: bool) -> Point:
     )
 
 
-def partition_figure(federation: Federation) -> Figure:
+def partition_figure(name: str, counts: np.ndarray, passport: Mapping[str, Any]) -> Figure:
     """Training samples of each class at each client, with the heterogeneity numbers."""
-    if federation.classes is None:
-        raise BadInput(f"{federation.name} has no classes: there is no partition to draw")
-    split, classes, sizes = federation.train, federation.classes, federation.sizes
-    cells = (split.client * classes + split.y).numpy()
-    counts = np.bincount(cells, minlength=federation.clients * classes)
-    passport = federation.passport
-    numbers = {"training samples per client": f"{int(sizes.min())} to {int(sizes.max())}"}
-    for key, name, form in (
+    sizes = counts.sum(1)
+    numbers = {"training samples per client": f"{sizes.min()} to {sizes.max()}"}
+    for key, label, form in (
         ("mean_total_variation", "total variation from pooled labels", "{:.2f}"),
         ("effective_classes", "effective classes per client", "{:.1f}"),
         ("majority_share", "share of the main class", "{:.0%}"),
     ):
         if key in passport:
-            numbers[name] = form.format(passport[key])
-    title = f"{federation.name}, {federation.clients} clients"
-    return figures.partition(counts.reshape(federation.clients, classes), title, numbers)
+            numbers[label] = form.format(passport[key])
+    return figures.partition(counts, f"{name}, {len(counts)} clients", numbers)

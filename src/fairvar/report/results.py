@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -145,9 +145,9 @@ def result_table(
     return Table(title, columns, rows, notes)
 
 
-def shorten(table: Table, keys: Sequence[str] = SHORT) -> Table:
-    """The columns that fit a terminal."""
-    kept = [c for c in table.columns if c.key in keys]
+def shorten(table: Table, keys: Sequence[str] = SHORT, explain: bool = True) -> Table:
+    """The columns that fit a terminal, with or without their definitions below."""
+    kept = [c if explain else replace(c, definition="") for c in table.columns if c.key in keys]
     rows = [Row(r.label, {k: v for k, v in r.cells.items() if k in keys}) for r in table.rows]
     return Table(table.title, kept, rows, table.notes)
 

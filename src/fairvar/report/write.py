@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fairvar.experiment import federation_of
+from fairvar.experiment import recorded_federation
 from fairvar.report.gather import Group
 from fairvar.report.look import save
 from fairvar.report.page import Page, PageFigure, Section, figure_svg, write_page
@@ -103,7 +103,10 @@ def _figures(group: Group) -> Iterable[tuple[str, Any]]:
     weighted = [r for r in alive if r.trial.method.uses_losses]
     if weighted:
         yield "weights", weights_figure(weighted[0])
-    yield "partition", partition_figure(federation_of(group.config))
+    held = recorded_federation(group.runs[0])
+    if held is not None:
+        counts = np.array(held["class_counts"])
+        yield "partition", partition_figure(group.dataset, counts, held)
 
 
 def _section(group: Group, table: Table, figures: Sequence[PageFigure]) -> Section:

@@ -1,0 +1,93 @@
+"""Several processes on one folder: each run computed once, and readers never see half of one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from nursery import Nursery, sweep_bytes
+
+from fairvar.errors import BadInput
+from fairvar.experiment import StoredRun, Watch, run_cell, run_folder
+from fairvar.plan import Plan
+from fairvar.report.gather import gather
+
+
+@pytest.mark.slow
+def test_four_processes_compute_each_run_once(children: Nursery, short: Path, tmp_path: Path):
+    """Four times over; a reader gathers all the while."""
+    reads = 0
+    for number in range(4):
+        out, log = tmp_path / str(number), tmp_path / f"log-{number}"
+        command = ("sweep", short / "plan.toml", "--out", out, "--save-every", "3")
+        pids = [children.start(*command, log=str(log)) for _ in range(4)]
+        while not (seen := finished(out)) or len(seen) < 6:
+            if seen:
+                groups = gather(out)
+                reads += 1
+                assert len(seen) <= sum(len(g.runs) for g in groups) <= 6
+                assert all(t.histories for g in groups for t in g.trials)
+        ends = [children.wait(pid) for pid in pids]
+        assert [end.code for end in ends] == [0] * 4, ends
+        computed = [line.split()[0] for line in log.read_text().splitlines()]
+        assert sorted(computed) == sorted(sweep_bytes(short / "out"))
+        assert sweep_bytes(out) == sweep_bytes(short / "out")
+    assert reads >= 4
+
+
+def finished(out: Path) -> list[Path]:
+    return list(out.glob("*/manifest.json"))
+
+
+def test_shards_on_one_folder_make_the_whole(children, short, tmp_path):
+    for part in range(3):
+        end = children.run("sweep", short / "plan.toml", "--out", tmp_path / "out",
+                           "--shard", f"{part}/3")  # fmt: skip
+        assert "2 of 2 runs are done" in end.out
+        assert len(finished(tmp_path / "out")) == 2 * (part + 1)
+    assert sweep_bytes(tmp_path / "out") == sweep_bytes(short / "out")
+
+
+def test_a_run_that_another_holds_is_left_to_it(children, short, tmp_path):
+    out = tmp_path / "out"
+    cell = Plan.load(short / "plan.toml").cells[0]
+    (out / ".locks").mkdir(parents=True)
+    with FileLock(out / ".locks" / run_folder(cell, out).name):
+        assert run_cell(cell, out, Watch()) is None
+        end = children.run("sweep", short / "plan.toml", "--out", out)
+        assert end.code == 0
+        assert "5 of 6 runs are done" in end.out
+        assert "1 are being computed by other processes" in end.out
+    assert "6 of 6" in children.run("sweep", short / "plan.toml", "--out", out).out
+    assert sweep_bytes(out) == sweep_bytes(short / "out")
+
+
+def test_the_lock_of_a_dead_process_is_no_lock(children, short, tmp_path):
+    """The file stays behind, with an owner of any age; only a living process holds a lock."""
+    out = tmp_path / "out"
+    (out / ".locks").mkdir(parents=True)
+    for cell in Plan.load(short / "plan.toml").cells:
+        lock = out / ".locks" / run_folder(cell, out).name
+        lock.write_text("4711 otherhost")
+        os.utime(lock, (2e9, 2e9))
+    assert "6 of 6" in children.run("sweep", short / "plan.toml", "--out", out).out
+    assert sweep_bytes(out) == sweep_bytes(short / "out")
+
+
+def test_readers_pass_by_what_is_unfinished(short, tmp_path):
+    """A folder with everything but its manifest, an empty one and a stray file are no runs."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "stray").write_text("x")
+    whole = next(p for p in (short / "out").iterdir() if (p / "manifest.json").exists())
+    half = tmp_path / "half"
+    half.mkdir()
+    for file in whole.iterdir():
+        if file.name != "manifest.json":
+            (half / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(BadInput, match="no finished run yet"):
+        gather(tmp_path)
+    (half / "manifest.json").write_bytes((whole / "manifest.json").read_bytes())
+    assert [run.folder.name for g in gather(tmp_path) for run in g.runs] == ["half"]
+    assert StoredRun.open(half).history().rounds == 9
