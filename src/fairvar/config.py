@@ -235,7 +235,8 @@ def refuse_unknown(section: Mapping[str, Any], known: Mapping[str, Any], where: 
     for key in section:
         if key not in known:
             dotted = f"{where}.{key}" if where else key
-            raise BadInput(f"unknown key {dotted}: {suggestion(key, known)}")
+            shown = dotted if dotted.isprintable() else repr(dotted)
+            raise BadInput(f"unknown key {shown}: {suggestion(key, known)}")
 
 
 def _located(error: msgspec.ValidationError, prefix: str = "") -> BadInput:

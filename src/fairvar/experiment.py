@@ -34,12 +34,12 @@ from fairvar.models import build, load_weights
 from fairvar.store import (
     drop_checkpoints,
     is_complete,
-    open_manifest,
+    open_seal,
     read_checkpoints,
     read_manifest,
     read_sealed,
     save_folder,
-    seal_manifest,
+    seal,
     write_bytes,
     write_checkpoint,
 )
@@ -188,7 +188,7 @@ def record_federation(out: Path, federation: Federation) -> None:
     path = out / "federations" / f"{federation.passport.get('sha256', 'unknown')[:16]}.json"
     if federation.classes is not None and not path.exists():
         facts = {"class_counts": class_counts(federation).tolist(), **federation.passport}
-        write_bytes(path, seal_manifest(facts))
+        write_bytes(path, seal(facts))
 
 
 def class_counts(federation: Federation) -> Int64[np.ndarray, "n classes"]:
@@ -204,7 +204,7 @@ def recorded_federation(run: StoredRun) -> dict[str, Any] | None:
     sha = str(run.manifest["passport"].get("sha256", "unknown"))
     path = run.folder.parent / "federations" / f"{sha[:16]}.json"
     try:
-        return open_manifest(path.read_bytes())
+        return open_seal(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:

@@ -70,6 +70,8 @@ class SweepSettings(Checked, frozen=True, kw_only=True):
             lists[knob] = list(shared[knob])
         for key, value in self.method.get(name, {}).items():
             if isinstance(value, list):
+                if not value:
+                    raise BadInput(f"sweep.method.{name}.{key} is empty; give at least one value")
                 lists[key] = value
             else:
                 lists.pop(key, None)
@@ -107,6 +109,10 @@ class Plan:
             raise BadInput(f"sweep = {section!r} must be a section: write [sweep]")
         known = {f.name: f.type for f in msgspec.structs.fields(SweepSettings)}
         refuse_unknown(section, known, "sweep")
+        if isinstance(section.get("method"), dict):
+            for name, options in section["method"].items():
+                if not isinstance(options, dict):
+                    raise BadInput(f"sweep.method.{name} = {options!r} must be a section")
         try:
             settings = msgspec.convert(section, SweepSettings)
         except msgspec.ValidationError as error:

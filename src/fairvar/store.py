@@ -69,7 +69,7 @@ def check_writable(folder: Path) -> None:
         raise BadInput(f"cannot write into {folder}: {reason}; choose another --out") from None
 
 
-def seal_manifest(facts: Mapping[str, Any]) -> bytes:
+def seal(facts: Mapping[str, Any]) -> bytes:
     """JSON whose last line is the SHA-256 of everything before it."""
     return _seal(json.dumps(facts, indent=2, sort_keys=True).encode())
 
@@ -80,6 +80,14 @@ def _seal(body: bytes) -> bytes:
 
 
 def open_manifest(raw: bytes) -> dict[str, Any]:
+    """The facts of a manifest, which lists its files; ValueError if it is not as it was written."""
+    found = open_seal(raw)
+    if not isinstance(found.get("sha256"), dict):
+        raise ValueError("it lists no files")
+    return found
+
+
+def open_seal(raw: bytes) -> dict[str, Any]:
     """The sealed facts; ValueError if a single bit is not as it was written."""
     head, mark, _ = raw.rpartition(SEAL.encode())
     body = head + b"\n}"
@@ -89,8 +97,8 @@ def open_manifest(raw: bytes) -> dict[str, Any]:
         found = json.loads(body)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    if not isinstance(found, dict) or not isinstance(found.get("sha256"), dict):
-        raise ValueError("it lists no files")
+    if not isinstance(found, dict):
+        raise ValueError("it is not an object")
     return found
 
 
@@ -102,7 +110,7 @@ def save_folder(
         write_bytes(folder / name, content)
     checksums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     manifest = {**facts, "sha256": checksums}
-    write_bytes(folder / MANIFEST, seal_manifest(manifest))
+    write_bytes(folder / MANIFEST, seal(manifest))
     return manifest
 
 

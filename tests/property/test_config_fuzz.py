@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
+import resource
 import string
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, get_args
 
@@ -142,11 +142,12 @@ def broken(kind: str, draw: random.Random, base: dict[str, Any]) -> tuple[str, s
     syntax = ["= 1", "a = ", "a = 'x", "[a", "a b = 1", "a = 01", '"', "a = 1 b = 2", "\x00", "]"]
     lines = whole.splitlines()
     lines.insert(draw.randrange(len(lines)), draw.choice(syntax))
-    return "\n".join(lines), "line "
+    return "\n".join(lines), "(at "
 
 
-KINDS = ("typo", "wrong value", "wrong value", "huge", "choice", "no header", "strange key",
+KINDS = ("typo", "wrong value", "huge", "choice", "no header", "strange key",
          "section is a value", "deep", "duplicate", "two sections", "syntax")  # fmt: skip
+EACH = 46  # times eleven kinds: 506
 
 
 def refused_in_one_line(load: Any, path: Path, named: str) -> str:
@@ -160,23 +161,21 @@ def refused_in_one_line(load: Any, path: Path, named: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("part", range(12))
-def test_500_broken_configurations(part: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_500_broken_configurations(kind: str, tmp_path: Path) -> None:
     """Each is refused by `Config.load` with one line that names the key or the place."""
-    for number in range(part, 504, 12):
-        draw = random.Random(number)
-        text, named = broken(KINDS[number % len(KINDS)], draw, BASE)
+    for number in range(EACH):
+        text, named = broken(kind, random.Random(f"{kind} {number}"), BASE)
         path = tmp_path / "c.toml"
         path.write_text(text, encoding="utf-8")
         refused_in_one_line(Config.load, path, named)
 
 
-@pytest.mark.parametrize("part", range(12))
-def test_500_broken_sweeps(part: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_500_broken_sweeps(kind: str, tmp_path: Path) -> None:
     base = {k: v for k, v in BASE.items() if k != "method"} | {"sweep": SWEEP}
-    for number in range(part, 504, 12):
-        draw = random.Random(1000 + number)
-        text, named = broken(KINDS[number % len(KINDS)], draw, base)
+    for number in range(EACH):
+        text, named = broken(kind, random.Random(f"sweep {kind} {number}"), base)
         path = tmp_path / "p.toml"
         path.write_text(text, encoding="utf-8")
         refused_in_one_line(Plan.load, path, named)
@@ -324,12 +323,13 @@ def test_typos_get_the_right_suggestion() -> None:
 def test_as_a_process_exit_2_before_anything_heavy(kind: str, tmp_path: Path) -> None:
     text, named = broken(kind, random.Random(7), BASE)
     (tmp_path / "c.toml").write_text(text)
-    started = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-c", "from fairvar.cli import main; main()", "run", "c.toml"],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert time.monotonic() - started < 20  # about 2 s on a quiet machine
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime < 3  # seconds of work, however busy the machine is
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith("fairvar: ")

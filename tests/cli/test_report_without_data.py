@@ -1,0 +1,44 @@
+"""A report is made from stored runs alone; the data need not be there any more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fairvar.experiment as experiment
+from fairvar import cli
+from fairvar.errors import IntegrityError
+from fairvar.experiment import Watch, run_cell
+from fairvar.plan import Plan
+from fairvar.report.gather import stored_runs
+
+PLAN = {
+    "data": {"name": "digits", "clients": 6},
+    "train": {"rounds": 2},
+    "sweep": {"methods": ["fedavg"], "seeds": 1},
+}
+
+
+def test_the_partition_is_drawn_from_what_was_recorded(tmp_path, monkeypatch, capsys):
+    for cell in Plan.from_dict(PLAN).cells:
+        run_cell(cell, tmp_path, Watch())
+
+    def no_data(*_arguments: object) -> None:
+        raise AssertionError("a report must not read the data")
+
+    monkeypatch.setattr(experiment, "federation_of", no_data)
+    cli.main(["report", str(tmp_path)])
+    assert list((tmp_path / "report").glob("partition-*.png"))
+    assert "digits" in capsys.readouterr().out
+
+
+def test_a_damaged_record_is_named(tmp_path):
+    for cell in Plan.from_dict(PLAN).cells:
+        run_cell(cell, tmp_path, Watch())
+    record: Path = next((tmp_path / "federations").glob("*.json"))
+    content = bytearray(record.read_bytes())
+    content[len(content) // 2] ^= 1
+    record.write_bytes(bytes(content))
+    with pytest.raises(IntegrityError, match=record.name):
+        experiment.recorded_federation(stored_runs(tmp_path)[0])

@@ -1,0 +1,184 @@
+"""Sweep files: what they expand to, fingerprints, shards and budgets."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from fairvar.config import Config, merge_overrides
+from fairvar.errors import BadInput
+from fairvar.methods import FairLoss
+from fairvar.plan import PAPER_METHODS, Plan
+from fairvar.sweep import parse_budget, parse_shard
+
+PAPER = Path(__file__).parents[2] / "configs" / "paper"
+BASE = {
+    "data": {"name": "digits", "clients": 10},
+    "model": {"name": "multinomial"},
+    "method": {"name": "fairloss", "strength": 0.5},
+    "train": {"rounds": 50, "lr": 0.2, "seed": 1},
+}
+
+CHANGES = ["train.lr=0.3", "train.rounds=51", "train.seed=2", "train.batch_size=8",
+           "train.dtype='float64'", "train.local_epochs=2", "train.clip_norm=1.0",
+           "train.engine='reference'", "data.seed=1", "data.clients=11", "data.fraction=0.5",
+           "data.name='mnist_1000'", "partition.name='iid'", "model.name='2nn'",
+           "method.strength=0.6", "method.exact=true", "method.name='fedavg'",
+           "evaluate.every=5", "evaluate.local=false", "protocol='tables'"]  # fmt: skip
+SAME = ["name='other'", "data.root='/elsewhere'", "train.device='cuda:1'", "train.chunk=3",
+        "select.t=0", "select.m=7", "select.unit='mixed'"]  # fmt: skip
+
+
+def changed(*overrides: str) -> Config:
+    values = {k: dict(v) for k, v in BASE.items()}
+    return Config.from_dict(merge_overrides(values, overrides))
+
+
+def test_every_change_of_the_computation_changes_the_fingerprint() -> None:
+    marks = [changed().fingerprint, *(changed(text).fingerprint for text in CHANGES)]
+    assert len(set(marks)) == len(CHANGES) + 1
+
+
+@pytest.mark.parametrize("text", SAME)
+def test_where_and_how_a_run_happens_does_not(text: str) -> None:
+    assert changed(text) != changed()
+    assert changed(text).fingerprint == changed().fingerprint
+
+
+def test_fingerprint_does_not_depend_on_how_it_is_written() -> None:
+    """Order of keys, whole numbers for fractions, defaults spelt out, minus zero."""
+    shuffled = {k: dict(reversed(v.items())) for k, v in reversed(BASE.items())}
+    assert Config.from_dict(shuffled).fingerprint == changed().fingerprint
+    assert changed("train.lr=1").fingerprint == changed("train.lr=1.0").fingerprint
+    assert changed("train.local_steps=1").fingerprint == changed().fingerprint
+    minus = [changed(f"method.strength={v}").fingerprint for v in ("-0.0", "0.0", "0")]
+    assert len(set(minus)) == 1
+    again = Config.from_toml(changed().to_toml())
+    assert again.fingerprint == changed().fingerprint
+
+
+def test_fingerprint_is_fixed() -> None:
+    """Written down: a release that changes it would orphan every stored run without a word."""
+    assert changed().fingerprint[:16] == "24697d114bb93438"
+
+
+def test_methods_get_the_lists_that_they_know() -> None:
+    plan = Plan.from_dict({"sweep": {
+        "methods": list(PAPER_METHODS), "seeds": 1, "lr": [0.1, 0.2], "strength": [0.3, 0.4, 0.5],
+        "step": [0.6], "cdf": ["normal", "gumbel"]}})  # fmt: skip
+    count = Counter(cell.method.label for cell in plan.cells)
+    assert count == {"FedAvg": 2, "AFL": 2, "q-FFL": 6, "AAggFF": 4, "FairLoss": 6,
+                     "FairLoss*": 6, "FairGrad": 6, "FairGrad*": 6}  # fmt: skip
+    assert {c.method.q for c in plan.cells if c.method.label == "q-FFL"} == {0.3, 0.4, 0.5}
+    assert all(c.method.exact for c in plan.cells if c.method.label.endswith("*"))
+    assert len({c.fingerprint for c in plan.cells}) == len(plan.cells)
+
+
+def test_lists_and_options_for_one_method() -> None:
+    plan = Plan.from_dict({"sweep": {
+        "methods": ["fedavg", "fairloss", "fairloss*"], "seeds": 1, "strength": [0.1, 0.2],
+        "method": {"fairloss": {"strength": [0.5], "losses": "full"},
+                   "fairloss*": {"lr": 0.7, "collapsed": [False]}}}})  # fmt: skip
+    assert [(c.method.label, c.train.lr) for c in plan.cells] == [
+        ("FedAvg", 0.1), ("FairLoss", 0.1), ("FairLoss*", 0.7), ("FairLoss*", 0.7)]  # fmt: skip
+    assert plan.cells[1].method == FairLoss(strength=0.5, losses="full")
+    assert [c.method.strength for c in plan.cells[2:]] == [0.1, 0.2]
+
+
+def test_seeds_come_first_and_every_cell_is_new() -> None:
+    plan = Plan.from_dict({"sweep": {
+        "methods": ["fedavg", "afl"], "seeds": [4, 2], "alpha": [0.1, 1.0]}})  # fmt: skip
+    assert [c.train.seed for c in plan.cells] == [4] * 4 + [2] * 4
+    assert [c.partition.alpha for c in plan.cells] == [0.1, 0.1, 1.0, 1.0] * 2
+    assert len({c.fingerprint for c in plan.cells}) == 8
+
+
+def test_protocol_tables_sets_what_it_means() -> None:
+    plan = Plan.from_dict({"protocol": "tables", "sweep": {"methods": ["fedavg"], "seeds": 1}})
+    assert plan.cells[0].train.local_epochs == 1
+    assert plan.criterion.model == "local"
+    steps = Config.from_dict({"protocol": "tables", "train": {"local_steps": 3}})
+    assert (steps.train.local_steps, steps.train.local_epochs) == (3, None)
+
+
+def test_scales_with_quoted_and_plain_keys(tmp_path: Path) -> None:
+    """Both spellings of a dotted key; strings with quotes and backslashes arrive unharmed."""
+    path = tmp_path / "p.toml"
+    path.write_text(
+        'name = "p"\n[train]\nrounds = 100\nlr = 0.5\n[sweep]\nmethods = ["fedavg"]\nseeds = 5\n'
+        '[scale.quoted]\n"train.rounds" = 7\n"sweep.seeds" = [1, 2]\n'
+        '"data.root" = \'C:\\new "x"\'\n'
+        "[scale.plain]\ntrain.rounds = 7\nsweep.seeds = [1, 2]\n"
+    )
+    assert len(Plan.load(path).cells) == 5
+    quoted, plain = Plan.load(path, scale="quoted"), Plan.load(path, scale="plain")
+    assert [c.fingerprint for c in quoted.cells] == [c.fingerprint for c in plain.cells]
+    assert quoted.cells[0].data.root == 'C:\\new "x"'
+    assert [c.train.seed for c in plain.cells] == [1, 2]
+    assert plain.cells[0].train.rounds == 7
+    # The command line has the last word.
+    assert Plan.load(path, ["train.rounds=3"], "plain").cells[0].train.rounds == 3
+    with pytest.raises(BadInput, match="did you mean 'plain'"):
+        Plan.load(path, scale="plan")
+
+
+@pytest.mark.parametrize("path", sorted(PAPER.glob("*.toml")), ids=lambda p: p.stem)
+def test_the_papers_sweeps_load(path: Path) -> None:
+    plan = Plan.load(path)
+    assert {c.method.label for c in plan.cells} >= {"FedAvg", "FairLoss*", "FairGrad*"}
+    assert len({c.fingerprint for c in plan.cells}) == len(plan.cells)
+    assert Plan.load(path, scale="small").name == plan.name
+
+
+def test_a_sweep_file_is_no_run(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    for section in ("sweep", "scale"):
+        path.write_text(f"[{section}]\n")
+        with pytest.raises(BadInput, match="use `fairvar sweep`"):
+            Config.load(path)
+
+
+def test_overrides() -> None:
+    values = {"method": {"name": "qffl", "q": 2}, "train": {"lr": 0.1}}
+    merge_overrides(values, ["method.name=afl", "train.lr = 1e-3", "name=a=b", "data.clients=7"])
+    assert values == {"method": {"name": "afl"}, "train": {"lr": 0.001}, "name": "a=b",
+                      "data": {"clients": 7}}  # fmt: skip
+    for wrong in ("train.lr", "=3", ""):
+        with pytest.raises(BadInput, match=r"must look like train\.lr=0\.1"):
+            merge_overrides({}, [wrong])
+    with pytest.raises(BadInput, match="name is a value, not a section"):
+        merge_overrides({"name": "x"}, ["name.deep=1"])
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30min", 1800), ("45s", 45), ("2h", 7200),
+                                               ("1.5 h", 5400), (" 3 m ", 180), ("0.5s", 0.5),
+                                               ("10sec", 10)])  # fmt: skip
+def test_budgets(text: str, seconds: float) -> None:
+    assert parse_budget(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "30", "min", "0s", "-1s", "1e3s", "infh", "nan s", "1d",
+                                  "1 s s", "٣s"])  # fmt: skip
+def test_wrong_budgets(text: str) -> None:
+    with pytest.raises(BadInput, match="must look like 30min"):
+        parse_budget(text)
+
+
+@pytest.mark.parametrize("text", ["", "1", "3/3", "4/3", "-1/3", "0/0", "1/2/3", "a/b", " 0/3"])
+def test_wrong_shards(text: str) -> None:
+    with pytest.raises(BadInput, match="must look like 0/4"):
+        parse_shard(text)
+
+
+def test_shards_partition_the_cells() -> None:
+    for seed in range(50):
+        draw = random.Random(seed)
+        cells, parts = list(range(draw.randrange(40))), draw.randrange(1, 9)
+        shards = [parse_shard(f"{i}/{parts}") for i in range(parts)]
+        assert shards == [(i, parts) for i in range(parts)]
+        found = [cells[part::of] for part, of in shards]
+        assert sorted(c for shard in found for c in shard) == cells
+        assert max(map(len, found)) - min(map(len, found)) <= 1
