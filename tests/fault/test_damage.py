@@ -27,7 +27,7 @@ from fairvar.store import (
     MANIFEST,
     SLOTS,
     read_checkpoints,
-    seal_manifest,
+    seal,
     verify,
     write_checkpoint,
 )
@@ -184,7 +184,7 @@ def forge(folder: Path, name: str, content: bytes) -> None:
     facts = json.loads((folder / MANIFEST).read_text())
     facts.pop("seal")
     facts["sha256"][name] = hashlib.sha256(content).hexdigest()
-    (folder / MANIFEST).write_bytes(seal_manifest(facts))
+    (folder / MANIFEST).write_bytes(seal(facts))
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "history.safetensors"])
@@ -223,7 +223,7 @@ def test_a_manifest_cannot_point_outside(outside: str, run: Path) -> None:
     facts = json.loads((run / MANIFEST).read_text())
     facts.pop("seal")
     facts["sha256"][outside] = hashlib.sha256(b"mine").hexdigest()
-    (run / MANIFEST).write_bytes(seal_manifest(facts))
+    (run / MANIFEST).write_bytes(seal(facts))
     with pytest.raises(IntegrityError) as found:
         verify(run)
     assert "\n" not in str(found.value)
@@ -265,7 +265,7 @@ def test_hostile_manifests_are_refused(kind: str, run: Path) -> None:
 def test_a_manifest_without_a_fact_is_refused(lost: str, run: Path) -> None:
     facts = json.loads((run / MANIFEST).read_text())
     del facts["seal"], facts[lost]
-    (run / MANIFEST).write_bytes(seal_manifest(facts))
+    (run / MANIFEST).write_bytes(seal(facts))
     with pytest.raises(IntegrityError, match=lost):
         gather(run.parent)
 

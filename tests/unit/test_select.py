@@ -182,7 +182,7 @@ def relabelled(federation: Federation, draw: np.random.Generator) -> Federation:
     """All test labels replaced by random ones."""
     split = federation.splits["test"]
     labels = torch.from_numpy(draw.integers(0, 2, split.y.shape))
-    splits = {**federation.splits, "test": split._replace(y=labels.to(split.y.dtype))}
+    splits = {**federation.splits, "test": dataclasses.replace(split, y=labels.to(split.y.dtype))}
     return dataclasses.replace(federation, splits=splits)
 
 

@@ -1,0 +1,204 @@
+"""The client loop with the overheads of a federated-learning framework.
+
+It does what FL-bench's server, trainer and clients do in a round, in the same order: a package is
+deep-copied for every client, parameters and optimiser are loaded from it, a Subset and a DataLoader
+fetch and normalise one sample at a time, metrics are lists of scalars, the updated model is cloned
+to the host, and the server stacks all of them along a last axis. Written from that description.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from fairvar.bench.loops import (
+    LOSS_FLOOR,
+    Draw,
+    Rows,
+    Tensors,
+    Weights,
+    check_method,
+    direction,
+    replies,
+)
+from fairvar.federation import Federation
+from fairvar.methods import AFL, QFFL, AAggFF, FairGrad, FairLoss, Method
+
+MEAN, SCALE = 0.5, 0.25  # of the raw samples; any numbers do
+
+
+class RawSamples(Dataset[tuple[Tensor, Tensor]]):
+    """All clients' samples on the host, normalised when one is asked for."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.raw, self.y = x.cpu() * SCALE + MEAN, y.cpu()
+        self.mean = torch.full((x.shape[1], *[1] * (x.dim() - 2)), MEAN, dtype=x.dtype)
+        self.scale = torch.full_like(self.mean, SCALE)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return (self.raw[index] - self.mean) / self.scale, self.y[index]
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+@dataclass
+class Metrics:
+    """What such a client notes down while it trains."""
+
+    losses: list[float] = field(default_factory=list)
+    predicted: list[int] = field(default_factory=list)
+    true: list[int] = field(default_factory=list)
+
+    def note(self, loss: Tensor, outputs: Tensor, y: Tensor) -> None:
+        self.losses.append(loss.item())
+        self.predicted.extend(outputs.argmax(1).tolist())
+        self.true.extend(y.tolist())
+
+
+class Naive:
+    """One model and one optimiser, used by client after client."""
+
+    def __init__(
+        self, module: nn.Module, data: Federation, method: Method, lr: float, draw: Draw
+    ) -> None:
+        check_method(method)
+        self.module = copy.deepcopy(module).train()
+        self.names = [name for name, _ in self.module.named_parameters()]
+        self.params: Tensors = list(self.module.parameters())
+        self.device = self.params[0].device
+        self.optimizer = torch.optim.SGD(self.params, lr=lr)
+        self.fresh = copy.deepcopy(self.optimizer.state_dict())
+        self.samples = RawSamples(data.train.x, data.train.y)
+        ends = data.train.offsets
+        self.indices = [list(range(ends[i], ends[i + 1])) for i in range(data.clients)]
+        self.method, self.lr, self.draw = method, lr, draw
+        self.model: Weights = _host(self.module.state_dict())
+        self.mean_loss = 0.0
+        self.mean_gradient: Weights = {k: torch.zeros_like(self.model[k]) for k in self.names}
+        self.memory = method.initial_memory(data.clients)
+
+    def round(self) -> None:
+        """The new global model is left in `model`, on the host."""
+        rows = [self.draw(i) for i in range(len(self.indices))]
+        a, g = self.mean_loss, self.mean_gradient
+        if self.method.probes:
+            a, g = _mean_report([self._probe(i, some) for i, some in enumerate(rows)])
+        packages = [self._client(i, some, a, g) for i, some in enumerate(rows)]
+        if self.method.reports_gradient:
+            self.mean_loss, self.mean_gradient = _mean_report(packages)
+        self._aggregate(packages)
+
+    def _receive(self, a: float, g: Weights) -> dict[str, Any]:
+        package = copy.deepcopy({"model": self.model, "mean_loss": a, "mean_gradient": g})
+        self.module.load_state_dict(package["model"])
+        self.optimizer.load_state_dict(copy.deepcopy(self.fresh))
+        return package
+
+    def _loader(self, client: int, rows: Rows) -> DataLoader[tuple[Tensor, Tensor]]:
+        own = Subset(self.samples, self.indices[client])
+        batches = [list(range(len(own))) if r is None else r.tolist() for r in rows]
+        return DataLoader(own, batch_sampler=batches)
+
+    def _probe(self, client: int, rows: Rows) -> dict[str, Any]:
+        """The first exchange of the exact methods."""
+        self._receive(0.0, {})
+        x, y = next(iter(self._loader(client, rows[:1])))
+        loss = cross_entropy(self.module(x.to(self.device)), y.to(self.device))
+        self.optimizer.zero_grad()
+        loss.backward()
+        return {"loss": loss.item(), "gradient": self._gradients()}
+
+    def _client(self, client: int, rows: Rows, a: float, g: Weights) -> dict[str, Any]:
+        package, metrics = self._receive(a, g), Metrics()
+        gradient: Weights | None = None
+        for host_x, host_y in self._loader(client, rows):
+            x, y = host_x.to(self.device), host_y.to(self.device)
+            outputs = self.module(x)
+            loss = cross_entropy(outputs, y)
+            self.optimizer.zero_grad()
+            slopes = self._backward(loss, package)
+            if gradient is None:
+                gradient = slopes
+            self.optimizer.step()
+            metrics.note(loss, outputs, y)
+        return {
+            "model": _host(self.module.state_dict()),
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "metrics": metrics,
+            "loss": metrics.losses[0],
+            "gradient": gradient,
+        }
+
+    def _backward(self, loss: Tensor, package: dict[str, Any]) -> Weights:
+        """Leaves the method's direction in .grad; returns ∇f_i for methods that report it."""
+        if not isinstance(self.method, FairLoss | FairGrad):
+            loss.backward()
+            return {}
+        loss.backward(create_graph=isinstance(self.method, FairGrad), inputs=self.params)
+        slopes = [_grad(p) for p in self.params]
+        report = self._gradients()
+        g = [package["mean_gradient"][k].to(self.device) for k in self.names]
+        a = loss.new_tensor(package["mean_loss"])
+        found = direction(self.method, loss, slopes, self.params, a, g)
+        for p, d in zip(self.params, found, strict=True):
+            p.grad = d
+        return report
+
+    def _gradients(self) -> Weights:
+        return _host({k: _grad(p) for k, p in zip(self.names, self.params, strict=True)})
+
+    def _aggregate(self, packages: list[dict[str, Any]]) -> None:
+        losses = torch.tensor([p["loss"] for p in packages], dtype=torch.float64)
+        weights = torch.full_like(losses, 1 / len(losses))
+        old, shares = self.model, weights
+        if isinstance(self.method, AFL | AAggFF):
+            weights, self.memory = self.method.weigh(self.memory, replies(list(losses)))
+        if isinstance(self.method, QFFL):
+            weights = self._scaled(packages, losses, self.method.q)
+        new = {}
+        for name, value in old.items():
+            stacked = torch.stack([p["model"][name] for p in packages], dim=-1)
+            if name not in self.names:
+                new[name] = (stacked * shares).sum(-1).round().to(value.dtype) if (
+                    not value.is_floating_point()
+                ) else (stacked * shares.to(value.dtype)).sum(-1)  # fmt: skip
+            else:
+                change = (stacked - value[..., None]) * weights.to(value.dtype)
+                new[name] = value + change.sum(-1)
+        self.model = new
+
+    def _scaled(self, packages: list[dict[str, Any]], losses: Tensor, q: float) -> Tensor:
+        """q-FFL: x ← x − Σ f_i^q (x − x_i)/η / Σ h_i, as weights of x_i − x"""
+        f = losses + LOSS_FLOOR
+        norms = [
+            sum(float(((self.model[k] - p["model"][k]) / self.lr).square().sum()) for k in self.names)
+            for p in packages
+        ]  # fmt: skip
+        h = q * f ** (q - 1) * torch.tensor(norms, dtype=torch.float64) + f**q / self.lr
+        return f**q / self.lr / h.sum()
+
+
+def _host(weights: Weights) -> Weights:
+    return {k: v.detach().clone().cpu() for k, v in weights.items()}
+
+
+def _grad(p: Tensor) -> Tensor:
+    if p.grad is None:
+        raise RuntimeError("a parameter got no gradient")
+    return p.grad
+
+
+def _mean_report(packages: list[dict[str, Any]]) -> tuple[float, Weights]:
+    n = len(packages)
+    mean = {
+        name: torch.stack([p["gradient"][name] for p in packages], dim=-1).sum(-1) / n
+        for name in packages[0]["gradient"]
+    }
+    return sum(p["loss"] for p in packages) / n, mean
