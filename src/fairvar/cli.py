@@ -6,7 +6,6 @@ Results go to stdout (`--json` for machines), progress to stderr. Exit codes: 0 
 
 from __future__ import annotations
 
-import importlib.util
 import json as jsonlib
 import os
 import sys
@@ -92,12 +91,13 @@ def run(
     """
     from fairvar.config import Config
     from fairvar.experiment import Watch, run_cell, run_folder
+    from fairvar.plugin import load_plugin
     from fairvar.progress import progress
     from fairvar.report.show import run_table
     from fairvar.store import check_writable, verify
     from fairvar.sweep import stop_signals
 
-    _load_plugin(plugin)
+    load_plugin(plugin)
     settings = Config.load(config, overrides)
     if dry:
         return print(settings.to_toml() + f"\n# fingerprint {settings.fingerprint}")
@@ -151,11 +151,12 @@ def sweep(
         json: print the outcome as JSON.
     """
     from fairvar.plan import Plan
+    from fairvar.plugin import load_plugin
     from fairvar.progress import progress
     from fairvar.store import check_writable
     from fairvar.sweep import missing, parse_budget, parse_shard, project, run_sweep
 
-    _load_plugin(plugin)
+    load_plugin(plugin)
     plan = Plan.load(config, overrides, scale)
     seconds = None if budget is None else parse_budget(budget)
     part, parts = (0, 1) if shard is None else parse_shard(shard)
@@ -176,7 +177,7 @@ def sweep(
             from fairvar.cluster import run_on_ray
 
             run_on_ray(cells, folder, ray, report)
-        status = run_sweep(cells, folder, report, workers, seconds, save_every)
+        status = run_sweep(cells, folder, report, workers, seconds, save_every, plugin)
     if json:
         return _print_json({"folder": str(folder), **asdict(status)})
     print(f"{status.done} of {status.cells} runs are done in {folder}")
@@ -196,6 +197,7 @@ def report(
     model: str | None = None,
     unit: str = "fraction",
     m: int | None = None,
+    plugin: Path | None = None,
     json: Json = False,
 ) -> None:
     """Choose on validation, report on test: tables, figures and a page from a sweep's folder.
@@ -209,8 +211,10 @@ def report(
             the runs' protocol says.
         unit: "fraction", or "mixed": percent accuracy with the variance x 100.
         m: divisor of the variance; the number of seeds by default, as in the paper.
+        plugin: a Python file to load first, for methods of your own.
         json: print the tables as JSON.
     """
+    from fairvar.plugin import load_plugin
     from fairvar.progress import progress
     from fairvar.report.gather import gather, stored_runs
     from fairvar.report.look import require_matplotlib
@@ -218,6 +222,7 @@ def report(
     from fairvar.select import Criterion
     from fairvar.store import check_writable
 
+    load_plugin(plugin)
     require_matplotlib()
     first = stored_runs(folder)[0].config
     criterion = Criterion(t=t, m=m, unit=unit, model=model or first.select.model)  # type: ignore[arg-type]
@@ -232,7 +237,14 @@ def report(
 
 
 @app.command
-def compare(a: str, b: str, *, model: str | None = None, json: Json = False) -> None:
+def compare(
+    a: str,
+    b: str,
+    *,
+    model: str | None = None,
+    plugin: Path | None = None,
+    json: Json = False,
+) -> None:
     """Paired differences between two methods: with intervals, and which clients gain or pay.
 
     Each side is a sweep's folder with a method label, FOLDER:LABEL or FOLDER:LABEL@ALPHA (the
@@ -244,10 +256,13 @@ def compare(a: str, b: str, *, model: str | None = None, json: Json = False) -> 
         a: the method in question.
         b: what it is compared with.
         model: the "global" or the clients' own ("local") model.
+        plugin: a Python file to load first, for methods of your own.
         json: print the numbers as JSON.
     """
+    from fairvar.plugin import load_plugin
     from fairvar.report.versus import paired_dict, paired_table, side, versus
 
+    load_plugin(plugin)
     left, right = side(a, model), side(b, model)
     paired = versus(left, right)
     if json:
@@ -335,6 +350,66 @@ def doctor(*, json: Json = False) -> None:
         _print_json(examine())
     else:
         _print(facts_table(examine()))
+
+
+@app.command
+def bench(
+    *,
+    quick: bool | None = None,
+    model: str | None = None,
+    method: str | None = None,
+    clients: int | None = None,
+    batch: int | None = None,
+    local: str | None = None,
+    device: str = "cpu",
+    repeat: int = 7,
+    threads: int = 1,
+    out: Path | None = None,
+    json: Json = False,
+) -> None:
+    """Speed of a round: the engine beside two client loops and a centralised step, as ratios.
+
+    All contenders take turns in one process. What is measured is in docs/performance.md.
+
+    Example: fairvar bench --model multinomial --method fairgrad* --clients 50 --batch 16
+
+    Args:
+        quick: the short table, a few minutes; the default on the CPU.
+        model: this model only.
+        method: this method only, such as qffl or fairloss* (a star: the exact variant).
+        clients: so many clients in every case.
+        batch: so many samples per client in every case.
+        local: local work per round, "step" (all samples at once) or "epoch" (four steps).
+        device: "cpu" or "cuda".
+        repeat: turns of all contenders; fewer where a case takes long.
+        threads: of torch on the CPU.
+        out: folder for table.md, bench.json and a picture of cost against clients.
+        json: print all numbers as JSON.
+    """
+    from fairvar.bench import BenchSettings, run_bench
+    from fairvar.bench.show import bench_tables, write_bench
+    from fairvar.progress import progress
+    from fairvar.report import to_rich
+    from fairvar.report.look import require_matplotlib
+    from fairvar.store import check_writable
+
+    settings = BenchSettings(
+        quick=quick, model=model, method=method, clients=clients, batch=batch,
+        local=local, device=device, repeat=repeat, threads=threads,  # type: ignore[arg-type]
+    )  # fmt: skip
+    if out is not None:
+        require_matplotlib()
+        check_writable(out)
+    with progress("fairvar bench") as report:
+        result = run_bench(settings, report)
+    files = write_bench(result, out) if out is not None else []
+    if json:
+        return _print_json(result.as_dict())
+    for table in bench_tables(result):
+        _print(to_rich(table))
+        print()
+    if files:
+        print("Written:", *files, sep="\n  ")
 
 
 data = App(name="data", help="Data sets: what is available, where from, checksums.")
@@ -438,18 +513,6 @@ def _table_dict(table: Any) -> dict[str, Any]:
         }
         rows.append({"method": row.label, **cells})
     return {"title": table.title, "rows": rows, "notes": list(table.notes)}
-
-
-def _load_plugin(path: Path | None) -> None:
-    """Run a file that registers methods."""
-    if path is None:
-        return
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise BadInput(f"plugin {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # where annotations written as strings are looked up
-    spec.loader.exec_module(module)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -13,24 +13,25 @@ from typing import Any
 
 from fairvar.config import Config
 from fairvar.errors import BadInput
-from fairvar.experiment import Watch, run_cell, run_folder
+from fairvar.experiment import Watch, run_cell
 from fairvar.progress import Report
 from fairvar.store import MANIFEST, write_bytes
 from fairvar.sweep import missing
 
 
 def compute_files(config_toml: str) -> dict[str, bytes]:
-    """One run in a temporary folder, as the files that it would leave."""
-    config = Config.from_toml(config_toml)
+    """One run in a temporary folder, as the files that it would leave in the output folder."""
     with TemporaryDirectory() as name:
-        run_cell(config, Path(name), Watch())
-        return {f.name: f.read_bytes() for f in sorted(run_folder(config, Path(name)).iterdir())}
+        out = Path(name)
+        run_cell(Config.from_toml(config_toml), out, Watch())
+        kept = [f for f in sorted(out.glob("*/*")) if f.parent.name != ".locks"]
+        return {str(f.relative_to(out)): f.read_bytes() for f in kept}
 
 
-def store_files(folder: Path, files: dict[str, bytes]) -> None:
+def store_files(out: Path, files: dict[str, bytes]) -> None:
     """Manifest last: only then the run counts as finished."""
-    for name in sorted(files, key=lambda n: n == MANIFEST):
-        write_bytes(folder / name, files[name])
+    for name in sorted(files, key=lambda n: n.endswith(MANIFEST)):
+        write_bytes(out / name, files[name])
 
 
 def run_on_ray(cells: Sequence[Config], out: Path, address: str, report: Report) -> None:
@@ -39,12 +40,12 @@ def run_on_ray(cells: Sequence[Config], out: Path, address: str, report: Report)
     ray.init(address=address, log_to_driver=False)
     try:
         task = ray.remote(max_retries=3)(compute_files)
-        pending = {task.remote(cell.to_toml()): cell for cell in todo}
+        pending = [task.remote(cell.to_toml()) for cell in todo]
         while pending:
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=5.0)
+            ready, _ = ray.wait(pending, num_returns=1, timeout=5.0)
             for reference in ready:
-                cell = pending.pop(reference)
-                store_files(run_folder(cell, out), ray.get(reference))
+                pending.remove(reference)
+                store_files(out, ray.get(reference))
             report(len(cells) - len(pending), len(cells), f"runs, on Ray at {address}")
     finally:
         ray.shutdown()

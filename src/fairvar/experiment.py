@@ -202,6 +202,8 @@ def class_counts(federation: Federation) -> Int64[np.ndarray, "n classes"]:
 def recorded_federation(run: StoredRun) -> dict[str, Any] | None:
     """The passport and class counts behind a stored run, if they were kept beside it."""
     sha = str(run.manifest["passport"].get("sha256", "unknown"))
+    if not sha.isalnum():  # part of a path, and not from us
+        raise IntegrityError(f"the manifest of {run.folder} names the partition {sha!r}; refused")
     path = run.folder.parent / "federations" / f"{sha[:16]}.json"
     try:
         return open_seal(path.read_bytes())
@@ -253,8 +255,10 @@ class StoredRun:
         if manifest is None:
             raise IntegrityError(f"{folder} holds no finished run (it has no manifest)")
         lacking = [fact for fact in NEEDED if fact not in manifest]
-        if lacking:
-            raise IntegrityError(f"the manifest of {folder} lacks {', '.join(lacking)}")
+        if lacking or not isinstance(manifest["passport"], dict):
+            raise IntegrityError(
+                f"the manifest of {folder} lacks {', '.join(lacking) or 'a passport'}"
+            )
         text = read_sealed(folder, manifest, "config.toml").decode()
         return StoredRun(folder, Config.from_toml(text), manifest)
 

@@ -28,6 +28,7 @@ from fairvar.config import Config
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, FairvarError, RunFailed
 from fairvar.experiment import Interrupted, Watch, federation_of, model_of, run_cell, run_folder
+from fairvar.plugin import load_plugin
 from fairvar.progress import Report
 from fairvar.store import is_complete
 
@@ -115,8 +116,11 @@ def run_sweep(
     workers: int = 1,
     budget: float | None = None,
     save_every: int | None = None,
+    plugin: Path | None = None,
 ) -> Status:
     """Compute the missing cells. Interrupted or out of budget, the same call continues."""
+    if workers < 1 or (save_every is not None and save_every < 1):
+        raise BadInput("--workers and --save-every must be at least 1")
     deadline = None if budget is None else time.monotonic() + budget
     todo = missing(cells, out)
     with stop_signals() as asked:
@@ -132,7 +136,7 @@ def run_sweep(
             if workers == 1:
                 work(todo, out, stopping, save_every, meter.add)
             else:
-                _run_workers(todo, out, stopping, save_every, workers, meter)
+                _run_workers(todo, out, stopping, save_every, workers, meter, plugin)
         except Interrupted:
             if asked():
                 raise Interrupted("interrupted; the same command continues") from None
@@ -169,6 +173,7 @@ def _run_workers(
     save_every: int | None,
     workers: int,
     meter: Meter,
+    plugin: Path | None,
 ) -> None:
     """Spawned processes that all walk the same list; one that dies is started again."""
     context = multiprocessing.get_context("spawn")
@@ -177,8 +182,8 @@ def _run_workers(
 
     def start(number: int) -> Any:
         # Each starts at another place, so that they rarely ask for the same lock.
-        shifted = [*cells[number::workers], *cells]
-        told = (shifted, out, stop, rounds, save_every, os.getpid())
+        shifted = [cell.to_dict() for cell in (*cells[number::workers], *cells)]
+        told = (shifted, out, stop, rounds, save_every, os.getpid(), plugin)
         process = context.Process(target=_worker, args=told)
         process.start()
         return process
@@ -204,7 +209,13 @@ def _run_workers(
 
 
 def _worker(
-    cells: Sequence[Config], out: Path, stop: Any, rounds: Any, save_every: int | None, parent: int
+    cells: Sequence[dict[str, Any]],
+    out: Path,
+    stop: Any,
+    rounds: Any,
+    save_every: int | None,
+    parent: int,
+    plugin: Path | None,
 ) -> None:
     """A process of its own. Signals go to the parent, which sets `stop`, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -217,7 +228,8 @@ def _worker(
             rounds.value += new
 
     try:
-        work(cells, out, stopping, save_every, count)
+        load_plugin(plugin)
+        work([Config.from_dict(cell) for cell in cells], out, stopping, save_every, count)
     except Interrupted:
         return
     except FairvarError as error:

@@ -80,7 +80,8 @@ def test_a_finished_sweep_is_never_touched_again(plan, runs, capsys):
     assert json.loads(out) == {"folder": str(runs), "cells": 4, "done": 4, "elsewhere": 0,
                                "reason": ""}  # fmt: skip
     assert snapshot(runs) == before
-    assert len(before) == 16
+    runs_of = [name for name in before if not name.startswith(("federations", "report"))]
+    assert len(runs_of) == 4 * 4
 
 
 def test_more_seeds_add_runs_and_keep_the_old_ones(plan, capsys, tmp_path):
@@ -90,7 +91,7 @@ def test_more_seeds_add_runs_and_keep_the_old_ones(plan, capsys, tmp_path):
     assert "4 of 4 runs are done" in call(capsys, *command, "sweep.seeds=2")[1]
     after = snapshot(tmp_path)
     assert {k: after[k] for k in before} == before
-    assert len(after) == 2 * len(before)
+    assert len(after) == len(before) + 2 * 4
 
 
 def test_a_budget_that_is_spent_at_once(plan, capsys, tmp_path):
@@ -112,11 +113,10 @@ BAD = {
     "key": (["sweep.seed=3"], "did you mean 'seeds'"),
     "method": (['sweep.methods=["fedagv"]'], "did you mean 'fedavg'"),
     "impossible": (["data.clients=100000"], "100000 clients"),
-    "two workers": (["data.clients=100000", "--workers", "2"], "100000 clients"),
 }
 
 
-@pytest.mark.parametrize("case", [k for k in BAD if k != "two workers"])
+@pytest.mark.parametrize("case", BAD)
 def test_bad_sweeps_are_one_line_exit_2_and_nothing_written(case, plan, capsys, tmp_path):
     arguments, mentioned = BAD[case]
     code, out, err = call(capsys, "sweep", plan, "--out", tmp_path / "o", *arguments)
@@ -153,7 +153,7 @@ def test_report_is_not_part_of_the_runs(runs, capsys):
     """FOLDER/report by default: the next report must not take it for a run."""
     assert call(capsys, "report", runs)[0] == 0
     assert (runs / "report" / "index.html").exists()
-    code, out, _ = call(capsys, "compare", f"{runs}:FairLoss*", f"{runs}:FedAvg", "--json")
+    code, _, _ = call(capsys, "compare", f"{runs}:FairLoss*", f"{runs}:FedAvg", "--json")
     assert code == 0
 
 
@@ -175,8 +175,10 @@ def test_report_without_runs_is_one_line_exit_2(case, capsys, tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--unit", "percent"), ("--model", "own"),
-                                             ("--t", "-1"), ("--t", "nan"), ("--m", "0")])  # fmt: skip
+WRONG = [("--unit", "percent"), ("--model", "own"), ("--t", "-1"), ("--t", "nan"), ("--m", "0")]
+
+
+@pytest.mark.parametrize(("flag", "value"), WRONG)
 def test_report_with_wrong_options(flag, value, runs, capsys, tmp_path):
     code, out, err = call(capsys, "report", runs, flag, value, "--out", tmp_path / "o")
     assert (code, out) == (2, "")

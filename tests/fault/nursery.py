@@ -35,6 +35,7 @@ methods = ["fedavg", "afl", "fairgrad*"]
 seeds = 2
 """
 KEPT = ("config.toml", "history.safetensors", "state.safetensors")
+BESIDE = {".locks", "federations", "report"}  # what a sweep's folder holds besides runs
 STEPS = ("made", "half", "written", "synced", "replaced", "folder")
 
 
@@ -103,15 +104,18 @@ def run_bytes(folder: Path) -> dict[str, bytes]:
 
 
 def sweep_bytes(out: Path) -> dict[str, dict[str, bytes]]:
-    folders = [
-        p for p in sorted(out.iterdir()) if p.is_dir() and p.name not in (".locks", "report")
-    ]
-    return {folder.name: run_bytes(folder) for folder in folders}
+    found = {folder.name: run_bytes(folder) for folder in run_folders(out)}
+    records = {p.name: p.read_bytes() for p in out.glob("federations/*.json")}
+    return {**found, "federations": records}
+
+
+def run_folders(out: Path) -> list[Path]:
+    return [p for p in sorted(out.iterdir()) if p.is_dir() and p.name not in BESIDE]
 
 
 def visible(out: Path) -> list[Path]:
-    """Files that are neither locks nor hidden leftovers of a write."""
-    found = [p for p in sorted(out.rglob("*")) if p.is_file() and ".locks" not in p.parts]
+    """Files of runs, but for hidden leftovers of a write."""
+    found = [p for p in sorted(out.rglob("*")) if p.is_file() and not set(p.parts) & BESIDE]
     return [p for p in found if not p.name.startswith(".")]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from nursery import Nursery, sweep_bytes
+from nursery import Nursery, run_folders, sweep_bytes
 
 from fairvar.errors import BadInput
 from fairvar.experiment import StoredRun, Watch, run_cell, run_folder
@@ -32,7 +32,7 @@ def test_four_processes_compute_each_run_once(children: Nursery, short: Path, tm
         ends = [children.wait(pid) for pid in pids]
         assert [end.code for end in ends] == [0] * 4, ends
         computed = [line.split()[0] for line in log.read_text().splitlines()]
-        assert sorted(computed) == sorted(sweep_bytes(short / "out"))
+        assert sorted(computed) == [p.name for p in run_folders(short / "out")]
         assert sweep_bytes(out) == sweep_bytes(short / "out")
     assert reads >= 4
 
@@ -91,3 +91,16 @@ def test_readers_pass_by_what_is_unfinished(short, tmp_path):
     (half / "manifest.json").write_bytes((whole / "manifest.json").read_bytes())
     assert [run.folder.name for g in gather(tmp_path) for run in g.runs] == ["half"]
     assert StoredRun.open(half).history().rounds == 9
+
+
+@pytest.mark.slow
+def test_bad_input_that_only_a_worker_finds(children, short, tmp_path):
+    """One line and exit 2, as with a single process; nothing is left behind."""
+    command = ("sweep", short / "plan.toml", "model.loss=mse", "--out", tmp_path / "out")
+    alone = children.run(*command)
+    both = children.run(*command, "--workers", "2")
+    assert (alone.code, alone.out) == (both.code, both.out) == (2, "")
+    assert "mse" in alone.err
+    assert both.err.splitlines()[-1] == alone.err.splitlines()[-1]
+    assert len(both.err.splitlines()) == len(alone.err.splitlines()) == 1
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []

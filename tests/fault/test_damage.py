@@ -20,7 +20,14 @@ from nursery import KEPT, run_bytes
 from safetensors.torch import load, save
 
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.experiment import Interrupted, StoredRun, Watch, run_cell, run_folder
+from fairvar.experiment import (
+    Interrupted,
+    StoredRun,
+    Watch,
+    recorded_federation,
+    run_cell,
+    run_folder,
+)
 from fairvar.plan import Plan
 from fairvar.report.gather import gather
 from fairvar.store import (
@@ -40,6 +47,7 @@ BOMB = zlib.compress(bytes(50_000_000), 9)  # a thousandth of that
 def run(short: Path, tmp_path: Path) -> Path:
     """A copy of one finished run."""
     whole = next(p for p in sorted((short / "out").iterdir()) if (p / MANIFEST).exists())
+    shutil.copytree(short / "out" / "federations", tmp_path / "federations")
     return Path(shutil.copytree(whole, tmp_path / whole.name))
 
 
@@ -80,6 +88,27 @@ def test_every_damage_is_found_and_named(name: str, run: Path) -> None:
             StoredRun.open(run)
     else:
         refused(run, name)
+
+
+def test_every_damage_of_a_federations_record_is_found_and_named(run: Path) -> None:
+    (record,) = (run.parent / "federations").iterdir()
+    stored = StoredRun.open(run)
+    assert recorded_federation(stored) is not None
+    for damaged in damages(record.read_bytes(), random.Random(0)):
+        record.write_bytes(damaged)
+        with pytest.raises(IntegrityError, match=record.name):
+            recorded_federation(stored)
+    record.unlink()
+    assert recorded_federation(stored) is None
+
+
+@pytest.mark.parametrize("passport", [{"sha256": "../../x"}, {"sha256": "/etc/x"}, 3, []])
+def test_a_passport_cannot_point_outside(passport: Any, run: Path) -> None:
+    facts = json.loads((run / MANIFEST).read_text())
+    del facts["seal"]
+    (run / MANIFEST).write_bytes(seal({**facts, "passport": passport}))
+    with pytest.raises(IntegrityError, match=run.name):
+        recorded_federation(StoredRun.open(run))
 
 
 def test_a_damaged_run_stops_the_report_with_its_name(run: Path) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nursery import KEPT, STEPS, Nursery, run_bytes, visible
+from nursery import KEPT, STEPS, Nursery, run_bytes, run_folders, sweep_bytes, visible
 
 from fairvar import cli, store
 from fairvar.report.gather import stored_runs
 from fairvar.store import MANIFEST, is_complete, verify
 
-FILES = (*KEPT, MANIFEST, "checkpoint-a", "checkpoint-b")
+FILES = (*KEPT, MANIFEST, "checkpoint-a", "checkpoint-b", "federation")
 ONE_RUN = ("sweep.seeds=1", 'sweep.methods=["afl"]')
 
 
@@ -24,13 +24,15 @@ def command(short: Path, out: Path) -> tuple[str | Path, ...]:
 
 
 def only_folder(out: Path) -> Path:
-    (folder,) = (p for p in out.iterdir() if p.name != ".locks")
+    (folder,) = run_folders(out)
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", FILES)
 def test_death_in_any_step_of_a_save(file: str, children: Nursery, short: Path, tmp_path: Path):
+    (record,) = (short / "out" / "federations").iterdir()
+    file = record.name if file == "federation" else file
     for step in STEPS:
         out = tmp_path / step
         assert children.run(*command(short, out), file=file, step=step).code == -9
@@ -46,6 +48,7 @@ def test_death_in_any_step_of_a_save(file: str, children: Nursery, short: Path, 
         assert all(path.read_bytes() == content for path, content in finished.items())
         if not sealed:  # a finished run is never touched again, not even to tidy up
             assert {p.name for p in folder.iterdir()} == {*KEPT, MANIFEST}
+        assert sweep_bytes(out)["federations"] == {record.name: record.read_bytes()}
         assert len(stored_runs(out)) == 1
 
 
@@ -59,7 +62,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
     return code, capsys.readouterr().err
 
 
-WRITES = 7  # three checkpoints of nine rounds, then config, history, state and manifest
+WRITES = 8  # checkpoints of rounds 3, 6, 9; federation; config, history, state, manifest
 
 
 @pytest.mark.parametrize("nth", range(1, WRITES + 1))
@@ -87,7 +90,7 @@ def test_disk_full_at_any_write(stage, nth, short, tmp_path, capsys, monkeypatch
     folder = only_folder(out)
     assert not is_complete(folder)
     assert not [p for p in folder.iterdir() if p.name.startswith(".")]
-    assert len(visible(out)) == min(nth - 1, 2) + max(nth - 4, 0)  # two checkpoints, then files
+    assert len(visible(out)) == min(nth - 1, 2) + max(nth - 5, 0)  # two checkpoints, then files
     assert call(capsys, *command(short, out))[0] == 0
     assert run_bytes(folder) == run_bytes(short / "out" / folder.name)
 

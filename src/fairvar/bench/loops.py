@@ -69,8 +69,8 @@ class Lean:
     ) -> None:
         check_method(method)
         self.module = copy.deepcopy(module).train()
-        self.named = dict(self.module.named_parameters())
-        self.params: Tensors = list(self.named.values())
+        self.names = [name for name, _ in self.module.named_parameters()]
+        self.params: Tensors = list(self.module.parameters())
         self.clients = [data.train.of(i) for i in range(data.clients)]
         self.method, self.lr, self.draw = method, lr, draw
         self.mean_loss = torch.zeros((), dtype=self.params[0].dtype, device=self.params[0].device)
@@ -89,7 +89,7 @@ class Lean:
         if method.probes:
             a, g = self._probe(rows, start)
         next_loss, next_gradient = torch.zeros_like(a), zeros(self.params)
-        server = _Server(method, start, self.named, n, self.lr)
+        server = _Server(method, start, self.names, n, self.lr)
         for i in range(n):
             self.module.load_state_dict(start)
             loss, gradient = self._train(i, rows[i], a, g)
@@ -140,10 +140,8 @@ class Lean:
 class _Server:
     """Adds client models up as they come; AFL and AAggFF must wait for all losses first."""
 
-    def __init__(
-        self, method: Method, start: Weights, named: dict[str, Tensor], n: int, lr: float
-    ) -> None:
-        self.method, self.start, self.named, self.n, self.lr = method, start, named, n, lr
+    def __init__(self, method: Method, start: Weights, names: list[str], n: int, lr: float) -> None:
+        self.method, self.start, self.names, self.n, self.lr = method, start, names, n, lr
         self.total = {k: torch.zeros_like(v, dtype=_wide(v)) for k, v in start.items()}
         self.bound = torch.zeros((), dtype=torch.float64)  # Σ h_i of q-FFL
         self.losses: Tensors = []
@@ -153,18 +151,18 @@ class _Server:
         self.losses.append(loss)
         waits = isinstance(self.method, AFL | AAggFF)
         if waits:
-            self.kept.append({k: v.clone() for k, v in state.items() if k in self.named})
+            self.kept.append({k: v.clone() for k, v in state.items() if k in self.names})
         elif isinstance(self.method, QFFL):
             self._add_scaled(loss, state, self.method.q)
         for name, value in state.items():
-            if name not in self.named or not (waits or isinstance(self.method, QFFL)):
+            if name not in self.names or not (waits or isinstance(self.method, QFFL)):
                 self.total[name].add_(value, alpha=1 / self.n)
 
     def _add_scaled(self, loss: Tensor, state: Weights, q: float) -> None:
         """Δ_i = f^q (x − x_i)/η and h_i = q f^(q−1) ‖(x − x_i)/η‖² + f^q/η"""
         f = loss + LOSS_FLOOR
         norm = torch.zeros_like(f)
-        for name in self.named:
+        for name in self.names:
             change = (self.start[name] - state[name]) / self.lr
             norm += change.square().sum()
             self.total[name] += f**q * change
@@ -174,14 +172,14 @@ class _Server:
         """The new global model, and what the method remembers."""
         new = {k: v.to(self.start[k].dtype) for k, v in self.total.items()}
         if isinstance(self.method, QFFL):
-            for name in self.named:
+            for name in self.names:
                 new[name] = self.start[name] - (self.total[name] / self.bound).to(new[name].dtype)
         elif self.kept:
             weights, memory = self.method.weigh(memory, replies(self.losses))
             for w, state in zip(weights.tolist(), self.kept, strict=True):
                 for name, value in state.items():
                     new[name] += w * (value - self.start[name])
-            for name in self.named:
+            for name in self.names:
                 new[name] += self.start[name]
         return new, memory
 

@@ -9,6 +9,7 @@ to the host, and the server stacks all of them along a last axis. Written from t
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +97,9 @@ class Naive:
         self._aggregate(packages)
 
     def _receive(self, a: float, g: Weights) -> dict[str, Any]:
-        package = copy.deepcopy({"model": self.model, "mean_loss": a, "mean_gradient": g})
+        package: dict[str, Any] = copy.deepcopy(
+            {"model": self.model, "mean_loss": a, "mean_gradient": g}
+        )
         self.module.load_state_dict(package["model"])
         self.optimizer.load_state_dict(copy.deepcopy(self.fresh))
         return package
@@ -113,7 +116,8 @@ class Naive:
         loss = cross_entropy(self.module(x.to(self.device)), y.to(self.device))
         self.optimizer.zero_grad()
         loss.backward()
-        return {"loss": loss.item(), "gradient": self._gradients()}
+        gradient = {k: p.grad for k, p in zip(self.names, self.params, strict=True)}
+        return {"loss": loss.item(), "gradient": _host(gradient)}
 
     def _client(self, client: int, rows: Rows, a: float, g: Weights) -> dict[str, Any]:
         package, metrics = self._receive(a, g), Metrics()
@@ -141,18 +145,15 @@ class Naive:
         if not isinstance(self.method, FairLoss | FairGrad):
             loss.backward()
             return {}
-        loss.backward(create_graph=isinstance(self.method, FairGrad), inputs=self.params)
-        slopes = [_grad(p) for p in self.params]
-        report = self._gradients()
+        curved = isinstance(self.method, FairGrad)
+        slopes = list(torch.autograd.grad(loss, self.params, create_graph=curved))
+        report = _host(dict(zip(self.names, slopes, strict=True)))
         g = [package["mean_gradient"][k].to(self.device) for k in self.names]
         a = loss.new_tensor(package["mean_loss"])
         found = direction(self.method, loss, slopes, self.params, a, g)
         for p, d in zip(self.params, found, strict=True):
             p.grad = d
         return report
-
-    def _gradients(self) -> Weights:
-        return _host({k: _grad(p) for k, p in zip(self.names, self.params, strict=True)})
 
     def _aggregate(self, packages: list[dict[str, Any]]) -> None:
         losses = torch.tensor([p["loss"] for p in packages], dtype=torch.float64)
@@ -165,34 +166,26 @@ class Naive:
         new = {}
         for name, value in old.items():
             stacked = torch.stack([p["model"][name] for p in packages], dim=-1)
-            if name not in self.names:
-                new[name] = (stacked * shares).sum(-1).round().to(value.dtype) if (
-                    not value.is_floating_point()
-                ) else (stacked * shares.to(value.dtype)).sum(-1)  # fmt: skip
-            else:
+            if name in self.names:
                 change = (stacked - value[..., None]) * weights.to(value.dtype)
                 new[name] = value + change.sum(-1)
+            else:  # statistics of batch norm
+                new[name] = (stacked * shares).sum(-1).to(value.dtype)
         self.model = new
 
     def _scaled(self, packages: list[dict[str, Any]], losses: Tensor, q: float) -> Tensor:
         """q-FFL: x ← x − Σ f_i^q (x − x_i)/η / Σ h_i, as weights of x_i − x"""
         f = losses + LOSS_FLOOR
         norms = [
-            sum(float(((self.model[k] - p["model"][k]) / self.lr).square().sum()) for k in self.names)
+            sum(float((self.model[k] - p["model"][k]).square().sum()) for k in self.names)
             for p in packages
-        ]  # fmt: skip
-        h = q * f ** (q - 1) * torch.tensor(norms, dtype=torch.float64) + f**q / self.lr
+        ]
+        h = q * f ** (q - 1) * f.new_tensor(norms) / self.lr**2 + f**q / self.lr
         return f**q / self.lr / h.sum()
 
 
-def _host(weights: Weights) -> Weights:
-    return {k: v.detach().clone().cpu() for k, v in weights.items()}
-
-
-def _grad(p: Tensor) -> Tensor:
-    if p.grad is None:
-        raise RuntimeError("a parameter got no gradient")
-    return p.grad
+def _host(weights: Mapping[str, Tensor | None]) -> Weights:
+    return {k: v.detach().clone().cpu() for k, v in weights.items() if v is not None}
 
 
 def _mean_report(packages: list[dict[str, Any]]) -> tuple[float, Weights]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -123,18 +124,15 @@ def run_rounds(
     `progress` may raise to stop the run.
     """
     started = time.perf_counter()
-    data = federation.to(_device(settings.device), getattr(torch, settings.dtype))
-    run = _make_run(make_task(model, data, loss, settings.seed), data, method, settings)
-    path = choose_path(run, settings.engine)
-    splits = tuple(s for s in when.splits if s in data.splits)
-    state = initial_state(method, run.task.params, run.task.buffers, data.clients)
-    if start is not None:
-        state = start.state.to(run.device)
+    prepared = prepare(model, federation, method, loss, settings)
+    run, path = prepared.run, prepared.path
+    splits = tuple(s for s in when.splits if s in run.federation.splits)
+    state = prepared.start() if start is None else start.state.to(run.device)
     book = Book(run, None if start is None else start.tables)
     for t in range(state.round, settings.rounds):
         due = (t + 1) % when.every == 0 or t + 1 == settings.rounds
         seen = Observation(run, state, splits, when.local) if due else None
-        outcome = _round(run, path, state, t, seen)
+        outcome = prepared.round(state, t, seen)
         if not bool(torch.isfinite(outcome.loss).all()):
             book.diverged_at = t
             break
@@ -151,6 +149,35 @@ def run_rounds(
         if progress is not None:
             progress(t + 1, settings.rounds)
     return book.close(state, _birth(run, settings, path, time.perf_counter() - started))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run before its first round: data on the device, model and options checked, path chosen."""
+
+    run: Run
+    path: str
+
+    def start(self) -> State:
+        task = self.run.task
+        return initial_state(self.run.method, task.params, task.buffers, self.run.clients)
+
+    def round(self, state: State, t: int, seen: Observation | None = None) -> Outcome:
+        """Round t from `state`; `advance(state, outcome)` is the state after it."""
+        return _round(self.run, self.path, state, t, seen)
+
+
+def prepare(
+    model: nn.Module | str,
+    federation: Federation,
+    method: Method,
+    loss: str | LossFunction,
+    settings: TrainSettings,
+) -> Prepared:
+    """All that happens once. For those who drive the rounds themselves, such as the benchmark."""
+    data = federation.to(_device(settings.device), getattr(torch, settings.dtype))
+    run = _make_run(make_task(model, data, loss, settings.seed), data, method, settings)
+    return Prepared(run, choose_path(run, settings.engine))
 
 
 def choose_path(run: Run, engine: str) -> str:

@@ -18,6 +18,7 @@ from fairvar.report.paired import Paired, compare
 from fairvar.store import is_complete
 
 SHOWN = 5  # clients listed on either side
+MODELS = ("global", "local")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Side:
 
 def side(text: str, model: str | None) -> Side:
     """FOLDER:LABEL[@ALPHA] of a sweep, or the folder of one run."""
+    if model not in (None, *MODELS):
+        raise unknown("model", model, MODELS)
     folder, _, label = text.partition(":")
     if not label and is_complete(Path(folder)):
         return _single(StoredRun.open(Path(folder)), model)
