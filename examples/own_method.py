@@ -34,5 +34,5 @@ if __name__ == "__main__":
     federation = fv.load_federation("digits", clients=20, partition=fv.Dirichlet(alpha=0.3))
     for method in (fv.FedAvg(), TERM(tau=1.0), TERM(tau=4.0)):
         found = fv.train("multinomial", federation, method, rounds=200, lr=0.5).fairness("test")
-        print(f"{method}: accuracy {found.mean:.3f}, worst {found.smallest:.3f}")
+        print(f"{method!r}: accuracy {found.mean:.3f}, worst {found.smallest:.3f}")
     print("keeps the contract:", ", ".join(check_method(TERM(tau=0.0), TERM(tau=4.0))))

@@ -122,6 +122,10 @@ class Config(Checked, frozen=True, kw_only=True):
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the canonical form: the same for the same computation on any machine."""
+        try:
+            hash(self)
+        except TypeError:  # a method of one's own may hold a list
+            return _fingerprint.__wrapped__(self)
         return _fingerprint(self)
 
 

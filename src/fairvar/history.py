@@ -27,6 +27,10 @@ class Frame(dict[str, np.ndarray]):
     def __len__(self) -> int:
         return len(next(iter(self.values()))) if self.keys() else 0
 
+    @property
+    def columns(self) -> list[str]:
+        return list(self)
+
     def to_csv(self) -> str:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")

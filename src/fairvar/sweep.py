@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ import torch
 
 from fairvar.config import Config
 from fairvar.engine.train import run_rounds
-from fairvar.errors import BadInput, FairvarError, RunFailed
+from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
 from fairvar.experiment import Interrupted, Watch, federation_of, model_of, run_cell, run_folder
 from fairvar.plugin import load_plugin
 from fairvar.progress import Report
@@ -177,13 +176,13 @@ def _run_workers(
 ) -> None:
     """Spawned processes that all walk the same list; one that dies is started again."""
     context = multiprocessing.get_context("spawn")
-    rounds, stop = context.Value("q", 0), context.Event()
+    rounds, stop, errors = context.Value("q", 0), context.Event(), context.SimpleQueue()
     restarts = 0
 
     def start(number: int) -> Any:
         # Each starts at another place, so that they rarely ask for the same lock.
         shifted = [cell.to_dict() for cell in (*cells[number::workers], *cells)]
-        told = (shifted, out, stop, rounds, save_every, os.getpid(), plugin)
+        told = (shifted, out, stop, rounds, errors, save_every, os.getpid(), plugin)
         process = context.Process(target=_worker, args=told)
         process.start()
         return process
@@ -200,12 +199,20 @@ def _run_workers(
                 restarts += 1
                 if process.exitcode > 0 or restarts > MOST_RESTARTS:
                     stop.set()
-                    raise RunFailed(f"a worker ended with exit code {process.exitcode}; the cells "
-                                    "that are finished are kept")  # fmt: skip
+                    raise _failure(process.exitcode, errors)
                 running[place] = start(place)
         running = [p for p in running if p.exitcode is None]
     if stop.is_set():
         raise Interrupted("stopped")
+
+
+def _failure(code: int, errors: Any) -> FairvarError:
+    """A worker's own error as if it had happened here, or that it just ended."""
+    if errors.empty():
+        text = f"a worker ended with exit code {code}; the cells that are finished are kept"
+        return RunFailed(text)
+    kinds = {kind.exit_code: kind for kind in (BadInput, IntegrityError)}
+    return kinds.get(code, RunFailed)(errors.get())
 
 
 def _worker(
@@ -213,6 +220,7 @@ def _worker(
     out: Path,
     stop: Any,
     rounds: Any,
+    errors: Any,
     save_every: int | None,
     parent: int,
     plugin: Path | None,
@@ -233,7 +241,7 @@ def _worker(
     except Interrupted:
         return
     except FairvarError as error:
-        print(f"fairvar: {error}", file=sys.stderr, flush=True)
+        errors.put(str(error))
         raise SystemExit(error.exit_code) from None
 
 

@@ -47,6 +47,11 @@ class End(NamedTuple):
     err: str
     seconds: float
 
+    @property
+    def complaints(self) -> list[str]:
+        """Lines on stderr but for progress, which a slow machine shows every ten seconds."""
+        return [line for line in self.err.splitlines() if not line.startswith("fault: ")]
+
 
 class Nursery:
     """The client's side: orders go down a pipe, answers come back."""

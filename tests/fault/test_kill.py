@@ -6,6 +6,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,27 +58,43 @@ def test_sixteen_kills_of_one_process_change_nothing(children, calm, tmp_path):
         kills += children.wait(pid).code == -9
     assert kills == 16
     end = children.run(*command)
-    assert (end.code, end.err.count("\n")) == (0, 1), end
+    assert (end.code, end.complaints) == (0, []), end
     same_as_calm(tmp_path / "out", folder)
 
 
 @pytest.mark.slow
 def test_kills_with_two_workers_change_nothing(children, calm, tmp_path):
-    """Twice only the parent dies and its workers must notice; twice all die at once."""
+    """Twice only the parent dies and its workers must notice; twice all die at once. The first two
+    die while workers start, the others a little after they have begun to compute."""
     folder, _ = calm
     draw = random.Random(2)
     command = ("sweep", folder / "plan.toml", "--out", tmp_path / "out", "--save-every", "3",
                "--workers", "2")  # fmt: skip
     killed = []
-    for whole in (False, True, False, True):
+    for number, whole in enumerate((False, True, False, True)):
+        before = progress(tmp_path / "out")
         pid = children.start(*command)
-        time.sleep(draw.uniform(1.0, 3.5))
+        if number >= 2:
+            wait_until(lambda before=before: progress(tmp_path / "out") != before)
+        time.sleep(draw.uniform(0.0, 0.5))
         children.kill(pid, whole=whole)
         killed.append(children.wait(pid).code)
     end = children.run(*command)
     assert end.code == 0, end.err
-    assert killed.count(-9) >= 2, killed  # on a fast machine a late kill comes too late
+    assert killed == [-9] * 4
     same_as_calm(tmp_path / "out", folder)
+
+
+def progress(out: Path) -> dict[Path, int]:
+    """Changes with every checkpoint and every finished run."""
+    return {p: p.stat().st_mtime_ns for p in visible(out)}
+
+
+def wait_until(there: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.slow
@@ -86,14 +103,14 @@ def test_workers_end_when_their_parent_was_killed_early(children, calm, tmp_path
     folder, _ = calm
     out = tmp_path / "out"
     pid = children.start("sweep", folder / "plan.toml", "--out", out, "--workers", "2")
-    time.sleep(0.8)
+    wait_until(lambda: len(members(pid)) >= 3)
     children.kill(pid)
     assert children.wait(pid).code == -9
     assert ends(pid)
     assert not list(out.glob("*/manifest.json"))
 
 
-def ends(session: int, seconds: float = 15.0) -> bool:
+def ends(session: int, seconds: float = 60.0) -> bool:
     """Whether all processes of a session end by themselves."""
     deadline = time.monotonic() + seconds
     while members(session) and time.monotonic() < deadline:
@@ -120,9 +137,7 @@ def test_a_killed_worker_is_replaced(children, calm, tmp_path):
     folder, _ = calm
     out = tmp_path / "out"
     pid = children.start("sweep", folder / "plan.toml", "--out", out, "--workers", "2")
-    deadline = time.monotonic() + 30
-    while not list(out.glob(".locks/*")) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: list(out.glob(".locks/*")))
     workers = [m for m in members(pid) if b"spawn_main" in Path(f"/proc/{m}/cmdline").read_bytes()]
     assert len(workers) == 2
     children.kill(workers[0])
@@ -140,7 +155,7 @@ def test_a_polite_signal_saves_and_says_how_to_continue(name, children, calm, tm
     children.kill(pid, getattr(signal, name))
     end = children.wait(pid)
     assert (end.code, end.out) == (130, "")
-    assert end.err == "fairvar: interrupted; the same command continues\n"
+    assert end.complaints == ["fairvar: interrupted; the same command continues"]
     assert not [p for p in out.glob("*/*") if p.name.startswith(".")]
     # The run that was under way kept its last round; between two runs there is none.
     runs = run_folders(out)
@@ -157,12 +172,11 @@ def test_sigterm_with_two_workers(children, calm, tmp_path):
     folder, _ = calm
     command = ("sweep", folder / "plan.toml", "--out", tmp_path / "out", "--workers", "2")
     pid = children.start(*command)
-    deadline = time.monotonic() + 30
-    while not list(tmp_path.glob("out/.locks/*")) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: list(tmp_path.glob("out/.locks/*")))
     children.kill(pid, signal.SIGTERM)
     end = children.wait(pid)
-    assert (end.code, end.err) == (130, "fairvar: interrupted; the same command continues\n")
+    assert end.code == 130
+    assert end.complaints == ["fairvar: interrupted; the same command continues"]
     assert ends(pid)
     assert children.run(*command).code == 0
     same_as_calm(tmp_path / "out", folder)

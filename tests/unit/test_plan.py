@@ -10,7 +10,7 @@ import pytest
 
 from fairvar.config import Config, merge_overrides
 from fairvar.errors import BadInput
-from fairvar.methods import FairLoss
+from fairvar.methods import METHODS, FairLoss, Method, register
 from fairvar.plan import PAPER_METHODS, Plan
 from fairvar.sweep import parse_budget, parse_shard
 
@@ -63,6 +63,21 @@ def test_fingerprint_does_not_depend_on_how_it_is_written() -> None:
 def test_fingerprint_is_fixed() -> None:
     """Written down: a release that changes it would orphan every stored run without a word."""
     assert changed().fingerprint[:16] == "24697d114bb93438"
+
+
+def test_methods_of_ones_own_may_hold_lists() -> None:
+    @register
+    class Own(Method, frozen=True, tag="own_for_fingerprints"):
+        table: list[float]
+
+    try:
+        marks = {
+            Config.from_dict({"method": {"name": "own_for_fingerprints", "table": t}}).fingerprint
+            for t in ([], [1.0], [2.0], [1, 2])
+        }
+    finally:
+        METHODS.pop("own_for_fingerprints")
+    assert len(marks) == 4
 
 
 def test_methods_get_the_lists_that_they_know() -> None:

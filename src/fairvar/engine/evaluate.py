@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ def evaluate_own(
     offsets = torch.tensor(split.offsets, device=ids.device)[ids]
     total = torch.zeros(2, len(ids), dtype=torch.float64, device=ids.device)
     column = torch.arange(min(BLOCK, int(split.counts.max())), device=ids.device)
-    predict = vmap(task.predict)
+    predict = _one_by_one(task) if task.loop_only else vmap(task.predict)
     with torch.no_grad():
         for start in range(0, int(counts.max()), len(column)):
             place = start + column
@@ -59,6 +60,17 @@ def evaluate_own(
             scores = _score(task, outputs.flatten(0, 1), y.flatten(0, 1))
             total += (scores.reshape(2, *real.shape) * real).sum(2)
     return _means(task, total, split.counts[ids.cpu()])
+
+
+def _one_by_one(task: Task) -> Callable[[Tree, Tree, Tensor], Tensor]:
+    """For modules that vmap refuses."""
+
+    def predict(params: Tree, buffers: Tree, x: Tensor) -> Tensor:
+        own = [({k: v[i] for k, v in params.items()}, {k: v[i] for k, v in buffers.items()})
+               for i in range(len(x))]  # fmt: skip
+        return torch.stack([task.predict(p, b, x[i]) for i, (p, b) in enumerate(own)])
+
+    return predict
 
 
 def _score(task: Task, outputs: Tensor, y: Tensor) -> Float64[Tensor, "2 b"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -187,6 +188,10 @@ def choose_path(run: Run, engine: str) -> str:
         return "reference"
     if task.loop_only:
         if engine == "auto":
+            reasons = "; ".join(task.loop_only)
+            warnings.warn(
+                f"clients are trained one after another: the model {reasons}", stacklevel=2
+            )
             return "reference"
         raise BadInput(f"engine={engine!r} cannot run this model: " + "; ".join(task.loop_only))
     norms = method.uses_norms or run.clip_norm is not None

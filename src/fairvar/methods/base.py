@@ -157,3 +157,6 @@ class Method(Checked, frozen=True, tag_field="name"):
     def label(self) -> str:
         """The name in tables; exact variants carry a star."""
         return (self.title or type(self).__name__) + ("*" if self.probes else "")
+
+    def __str__(self) -> str:
+        return self.label
