@@ -160,7 +160,7 @@ def sweep(
     plan = Plan.load(config, overrides, scale)
     seconds = None if budget is None else parse_budget(budget)
     part, parts = (0, 1) if shard is None else parse_shard(shard)
-    if workers < 1 or (save_every or 1) < 1:
+    if workers < 1 or (save_every is not None and save_every < 1):
         raise BadInput("--workers and --save-every must be at least 1")
     cells = plan.cells[part::parts]
     folder = out or Path("runs") / plan.name

@@ -162,7 +162,7 @@ class Meter:
             self.shown = now
             rate = self.rounds / max(now - self.started, 1e-9)
             done = len(self.cells) - len(missing(self.cells, self.out))
-            self.report(done, len(self.cells), f"runs, {rate:.0f} rounds/s")
+            self.report(done, len(self.cells), f"runs, {rate:.3g} rounds/s")
 
 
 def _run_workers(

@@ -157,13 +157,15 @@ def test_demo_shows_all_eight_methods(capsys, tmp_path):
     code, out, _ = call(
         capsys, "demo", "--seeds", "1", "--rounds", "10", "--out", str(tmp_path), "--json"
     )
-    rows = json.loads(out)["rows"]
+    (table,) = json.loads(out)
+    rows = table["rows"]
     assert code == 0
     assert [r["method"] for r in rows] == ["FedAvg", "AFL", "q-FFL", "AAggFF", "FairLoss",
                                            "FairLoss*", "FairGrad", "FairGrad*"]  # fmt: skip
-    for stem in ("partition", "client_accuracies", "front"):
-        assert (tmp_path / f"{stem}.png").stat().st_size > 5000
-    assert r"FairGrad\*" in (tmp_path / "table.md").read_text()
+    for stem in ("partition", "client_accuracies", "front", "curves"):
+        assert (tmp_path / f"{stem}-mnist_1000-alpha-0.1.png").stat().st_size > 5000
+    assert r"FairGrad\*" in (tmp_path / "table-mnist_1000-alpha-0.1.md").read_text()
+    assert "FairGrad*" in (tmp_path / "index.html").read_text()
 
 
 def test_plugin_brings_an_own_method(capsys, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fairvar import cli
+from fairvar.report.gather import stored_runs
 
 PLAN = """
 name = "tiny"
@@ -137,24 +138,15 @@ def test_report_writes_everything_twice_the_same(runs, capsys, tmp_path):
     assert {Path(name).suffix for name in files} == KINDS
     assert all(len(content) > 100 for content in files.values())
     assert not [name for name in files if name.startswith(".")]
-    code, text, _ = call(capsys, "report", runs, "--out", tmp_path / "b")
+    code, text, _ = call(capsys, "report", runs)
     assert code == 0
     assert "FairLoss*" in text
-    assert {p.name: p.read_bytes() for p in (tmp_path / "b").iterdir()} == files
-    call(capsys, "report", runs, "--out", tmp_path / "a")  # over the old one
-    assert {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()} == files
+    assert {p.name: p.read_bytes() for p in (runs / "report").iterdir()} == files
+    assert len(stored_runs(runs)) == 4  # the report's folder is no run
     (name,) = (n for n in files if n.endswith(".csv"))
     rows = list(csv.reader(files[name].decode().splitlines()))
     assert len(rows) >= 3
     assert "table-digits-alpha-0.5.md" in files
-
-
-def test_report_is_not_part_of_the_runs(runs, capsys):
-    """FOLDER/report by default: the next report must not take it for a run."""
-    assert call(capsys, "report", runs)[0] == 0
-    assert (runs / "report" / "index.html").exists()
-    code, _, _ = call(capsys, "compare", f"{runs}:FairLoss*", f"{runs}:FedAvg", "--json")
-    assert code == 0
 
 
 @pytest.mark.parametrize("case", ["empty", "missing", "file", "unfinished"])

@@ -9,6 +9,7 @@ import pytest
 from filelock import FileLock
 from nursery import Nursery, run_folders, sweep_bytes
 
+from fairvar import experiment
 from fairvar.errors import BadInput
 from fairvar.experiment import StoredRun, Watch, run_cell, run_folder
 from fairvar.plan import Plan
@@ -62,6 +63,17 @@ def test_a_run_that_another_holds_is_left_to_it(children, short, tmp_path):
         assert "1 are being computed by other processes" in end.out
     assert "6 of 6" in children.run("sweep", short / "plan.toml", "--out", out).out
     assert sweep_bytes(out) == sweep_bytes(short / "out")
+
+
+def test_a_run_finished_just_before_the_lock_is_not_repeated(short, monkeypatch):
+    """Between looking and locking another process may have ended it: look again."""
+    answers = iter([False])
+    monkeypatch.setattr(experiment, "is_complete", lambda folder: next(answers, True))
+    monkeypatch.setattr(experiment, "compute", None)
+    cell = Plan.load(short / "plan.toml").cells[0]
+    manifest = run_cell(cell, short / "out", Watch())
+    assert manifest is not None
+    assert manifest["fingerprint"] == cell.fingerprint
 
 
 def test_the_lock_of_a_dead_process_is_no_lock(children, short, tmp_path):

@@ -166,7 +166,7 @@ def test_peak_memory_sees_a_large_tensor() -> None:
 
 
 def test_matmul_limit_is_plausible() -> None:
-    assert 1e9 < matmul_limit(CPU, 1) < 1e14
+    assert 1e9 < matmul_limit(CPU, repeat=1) < 1e14
 
 
 def test_the_table_of_cases_follows_the_options() -> None:
@@ -262,6 +262,6 @@ def test_picture_of_cost_against_clients(tmp_path) -> None:
 
 
 def run_facts() -> dict:
-    words = dict.fromkeys(("processor", "device", "fairvar", "torch", "python"), "x")
+    words = dict.fromkeys(("processor", "device", "fairvar", "torch", "python", "clock"), "x")
     return words | {"cores": 2, "threads": 1, "matmul_flops_per_second": 1e11, "load_before": 0.1,
                     "load_after": 1.0, "quick": True}  # fmt: skip

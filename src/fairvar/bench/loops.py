@@ -88,13 +88,14 @@ class Lean:
         a, g = self.mean_loss, self.mean_gradient
         if method.probes:
             a, g = self._probe(rows, start)
-        next_loss, next_gradient = torch.zeros_like(a), zeros(self.params)
+        reports = method.reports_gradient
+        next_loss, next_gradient = torch.zeros_like(a), zeros(self.params) if reports else []
         server = _Server(method, start, self.names, n, self.lr)
         for i in range(n):
             self.module.load_state_dict(start)
             loss, gradient = self._train(i, rows[i], a, g)
             server.add(loss, self.module.state_dict())
-            if method.reports_gradient:
+            if reports:
                 next_loss += loss / n
                 torch._foreach_add_(next_gradient, gradient, alpha=1 / n)
         new, self.memory = server.finish(self.memory)

@@ -152,7 +152,9 @@ def _resident(what: str) -> int | None:
     return None
 
 
-def matmul_limit(device: torch.device, repeat: int = 5) -> float:
+def matmul_limit(
+    device: torch.device, clock: Callable[[], float] = time.perf_counter, repeat: int = 5
+) -> float:
     """Floating-point operations per second of this device's own float32 matrix product, at best.
 
     On CUDA with the tensor-core format that convolutions use by default (TF32).
@@ -162,7 +164,7 @@ def matmul_limit(device: torch.device, repeat: int = 5) -> float:
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32
     try:
-        best = min(alternate({"matmul": lambda: a @ b}, device, repeat)["matmul"].times)
+        found = alternate({"matmul": lambda: a @ b}, device, repeat, clock=clock)["matmul"]
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
-    return 2 * size**3 / best
+    return 2 * size**3 / min(found.times)

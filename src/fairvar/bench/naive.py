@@ -34,16 +34,27 @@ from fairvar.methods import AFL, QFFL, AAggFF, FairGrad, FairLoss, Method
 MEAN, SCALE = 0.5, 0.25  # of the raw samples; any numbers do
 
 
+def normalised(sample: Tensor) -> Tensor:
+    """As transforms of single samples do it: for each one the constants become tensors, are
+    checked, and a copy is changed in place."""
+    channels = [1] * (sample.dim() - 1)
+    mean, scale = (
+        torch.as_tensor([value] * len(sample), dtype=sample.dtype, device=sample.device)
+        for value in (MEAN, SCALE)
+    )
+    if (scale == 0).any():
+        raise ValueError("scale is zero")
+    return sample.clone().sub_(mean.view(-1, *channels)).div_(scale.view(-1, *channels))
+
+
 class RawSamples(Dataset[tuple[Tensor, Tensor]]):
     """All clients' samples on the host, normalised when one is asked for."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.raw, self.y = x.cpu() * SCALE + MEAN, y.cpu()
-        self.mean = torch.full((x.shape[1], *[1] * (x.dim() - 2)), MEAN, dtype=x.dtype)
-        self.scale = torch.full_like(self.mean, SCALE)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return (self.raw[index] - self.mean) / self.scale, self.y[index]
+        return normalised(self.raw[index]), self.y[index]
 
     def __len__(self) -> int:
         return len(self.y)
@@ -82,7 +93,8 @@ class Naive:
         self.method, self.lr, self.draw = method, lr, draw
         self.model: Weights = _host(self.module.state_dict())
         self.mean_loss = 0.0
-        self.mean_gradient: Weights = {k: torch.zeros_like(self.model[k]) for k in self.names}
+        needed = self.names if method.uses_mean_gradient else []
+        self.mean_gradient: Weights = {k: torch.zeros_like(self.model[k]) for k in needed}
         self.memory = method.initial_memory(data.clients)
 
     def round(self) -> None:
@@ -147,7 +159,9 @@ class Naive:
             return {}
         curved = isinstance(self.method, FairGrad)
         slopes = list(torch.autograd.grad(loss, self.params, create_graph=curved))
-        report = _host(dict(zip(self.names, slopes, strict=True)))
+        report: Weights = {}
+        if self.method.reports_gradient:
+            report = _host(dict(zip(self.names, slopes, strict=True)))
         g = [package["mean_gradient"][k].to(self.device) for k in self.names]
         a = loss.new_tensor(package["mean_loss"])
         found = direction(self.method, loss, slopes, self.params, a, g)
@@ -166,11 +180,12 @@ class Naive:
         new = {}
         for name, value in old.items():
             stacked = torch.stack([p["model"][name] for p in packages], dim=-1)
-            if name in self.names:
+            if name not in self.names or weights is shares:
+                share = shares.to(value.dtype) if value.is_floating_point() else shares
+                new[name] = (stacked * share).sum(-1).to(value.dtype)
+            else:  # weights that need not sum to one apply to the changes
                 change = (stacked - value[..., None]) * weights.to(value.dtype)
                 new[name] = value + change.sum(-1)
-            else:  # statistics of batch norm
-                new[name] = (stacked * shares).sum(-1).to(value.dtype)
         self.model = new
 
     def _scaled(self, packages: list[dict[str, Any]], losses: Tensor, q: float) -> Tensor:

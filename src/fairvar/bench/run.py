@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import platform
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,7 +101,7 @@ def run_bench(settings: BenchSettings, report: Report | None = None) -> BenchRes
     with _threads(settings.threads):
         prepare_device(settings.device)
         device = torch.device(settings.device)
-        limit = matmul_limit(device)
+        limit = matmul_limit(device, _clock(settings)[0])
         rows = []
         for number, case in enumerate(todo):
             if report is not None:
@@ -127,8 +128,16 @@ def _measure(case: Case, settings: BenchSettings, limit: float) -> BenchRow:
     flops = _flops(module, data)
     prepared, contenders = _contenders(case, module, data)
     seconds = SECONDS_PER_CASE[settings.is_quick]
-    timings = alternate(contenders, device, settings.repeat, seconds)
+    clock, _ = _clock(settings)
+    timings = alternate(contenders, device, settings.repeat, seconds, clock)
     return BenchRow(case, prepared.path, timings, flops, limit)
+
+
+def _clock(settings: BenchSettings) -> tuple[Callable[[], float], str]:
+    """One thread on the CPU: time of the process, which does not run while others have the core."""
+    if settings.device == "cpu" and settings.threads == 1:
+        return time.process_time, "CPU time of the process"
+    return time.perf_counter, "wall time"
 
 
 def _contenders(
@@ -191,6 +200,7 @@ def _facts(settings: BenchSettings, limit: float) -> dict[str, Any]:
         "threads": settings.threads,
         "device": torch.cuda.get_device_name(settings.device) if on_gpu else "cpu",
         "matmul_flops_per_second": limit,
+        "clock": _clock(settings)[1],
         "quick": settings.is_quick,
     }
 

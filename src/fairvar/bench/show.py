@@ -32,7 +32,7 @@ SHORT = (
     Column("x_central", "of central", 1, "fairvar / central"),
     Column("peak", "peak MB", 0, "memory of a round on top of data and model"),
     Column("first", "first ms", 0, "the first round, with all that happens once"),
-    Column("speed", "samples/s", 0, "training samples used per second"),
+    Column("speed", "k/s", 0, "thousand training samples per second"),
     Column("limit", "% limit", 1,
            "one forward and backward pass per sample, of the machine's own matrix product"),
 )  # fmt: skip
@@ -69,7 +69,7 @@ def _cells(row: BenchRow, columns: tuple[Column, ...]) -> dict[str, Cell]:
         "x_central": Estimate(1 / central.median) if central else None,
         "peak": None if ours.peak_bytes is None else Estimate(ours.peak_bytes / 1e6),
         "first": Estimate(1000 * ours.first),
-        "speed": Estimate(row.samples_per_second),
+        "speed": Estimate(row.samples_per_second / 1000),
         "limit": Estimate(100 * row.share_of_limit),
         "path": row.path,
     }
@@ -93,8 +93,8 @@ def _notes(result: BenchResult) -> list[str]:
         f"{facts['processor']}, {facts['cores']} cores, {facts['threads']} thread(s), device "
         f"{facts['device']}; fairvar {facts['fairvar']}, torch {facts['torch']}, Python "
         f"{facts['python']}; matrix product {facts['matmul_flops_per_second'] / 1e9:.0f} GFLOP/s",
-        f"{min(turns)} to {max(turns)} turns; load of the machine before {facts['load_before']:.2f}"
-        f", after {facts['load_after']:.2f}",
+        f"{facts['clock']}; {min(turns)} to {max(turns)} turns; load of the machine before "
+        f"{facts['load_before']:.2f}, after {facts['load_after']:.2f}",
     ]
     if result.busy:
         notes.append("The machine was busy with other work: do not quote these numbers.")
@@ -134,7 +134,8 @@ def clients_figure(panels: dict[str, list[BenchRow]]) -> Figure:
         _draw(one, title, rows)
     for one in axes[len(panels) :]:
         one.set_visible(False)
-    axes[0].legend(frameon=False, fontsize=6.5)
+    named = max((one.get_legend_handles_labels() for one in axes), key=lambda found: len(found[1]))
+    figure.legend(*named, loc="outside upper center", ncol=len(LOOKS), frameon=False)
     figure.supxlabel("clients", fontsize=8)
     figure.supylabel("ms per round (bars: range over turns)", fontsize=8)
     return figure
