@@ -68,6 +68,11 @@ class Schedule:
         return [min(size, self.width) for size in self.split.counts.tolist()]
 
     @property
+    def even(self) -> bool:
+        """All clients' first batches have one length: nothing is padded."""
+        return min(self.lengths) == self.width
+
+    @property
     def order(self) -> list[int]:
         """Clients with the most steps first, so that those still active are always a prefix."""
         return sorted(range(len(self.steps)), key=lambda i: -self.steps[i])

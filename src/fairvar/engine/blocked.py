@@ -22,7 +22,7 @@ from fairvar.engine.batches import RoundBatches
 from fairvar.engine.pooled import observed_losses
 from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State
-from fairvar.methods.base import Method, Replies
+from fairvar.methods.base import Replies
 from fairvar.tree import Tree, add, scale, squared_norm, tree_map, weighted_sum
 
 
@@ -32,9 +32,14 @@ class Blocks:
 
     x: Tensor
     y: Tensor
-    real: Tensor
+    real: Tensor | None  # None: no padding anywhere, so nothing has to be masked
     share: Tensor  # of each sample in its client's mean; 0 for padding
     client: Tensor
+
+    @property
+    def axes(self) -> tuple[int, int, int | None, int]:
+        """vmap's axes of x, y, real and share."""
+        return 0, 0, None if self.real is None else 0, 0
 
 
 def blocked_round(run: Run, state: State, t: int) -> Outcome:
@@ -44,35 +49,53 @@ def blocked_round(run: Run, state: State, t: int) -> Outcome:
     loss = observed_losses(run, state, method, on_batch)
     replies = Replies(loss, run.share, run.ids, n)
     weights, memory = method.weigh(state.memory, replies)
-    mean_loss, mean_gradient = run.share @ loss, weighted_sum(run.share, gradient)
-    a, g = (mean_loss, mean_gradient) if method.probes else (state.mean_loss, state.mean_gradient)
+    mean_loss, a, g = run.share @ loss, state.mean_loss, state.mean_gradient
+    fresh = weighted_sum(run.share, gradient) if run.method.uses_mean_gradient else None
+    if method.probes:
+        a, g = mean_loss, fresh
     own, shared = (
         torch.as_tensor(c, dtype=torch.float64, device=run.device).expand(n)
         for c in method.coefficients(loss, a)
     )
+
+    norms = torch.zeros_like(own)
+    kept = weights  # of each client's direction, after clipping
+    if method.uses_norms or run.clip_norm is not None:
+        norms = _direction_norms(gradient, g, own, shared)
+        if run.clip_norm is not None:
+            cut = torch.clamp(run.clip_norm / norms.sqrt(), max=1.0)
+            norms, kept = norms * cut**2, weights * cut
+    normaliser = method.normaliser(replies, run.lr**2 * norms, run.lr)
+    direction = weighted_sum(kept * own, gradient)
+    if g is not None:
+        direction = add(direction, g, (kept * shared).sum().to(run.dtype))
     if method.uses_curvature:
-        update = _with_curvature(run, method, state, blocks, gradient, g, (weights, own, shared))
-        normaliser: Tensor | float = 1.0
-    else:
-        updates = _client_updates(run, gradient, g, own, shared)
-        normaliser = method.normaliser(
-            replies, squared_norm(updates, batched=True).double(), run.lr
-        )
-        update = weighted_sum(weights / normaliser, updates)
+        products = _weighted_curvature(run, state, blocks, gradient, g, weights)
+        direction = add(direction, products, method.curvature)
+    step = torch.as_tensor(run.lr / normaliser, dtype=run.dtype, device=run.device)
     return Outcome(
-        update=update,
+        update=scale(direction, step),
         buffers=buffers,
         memory=memory,
         loss=loss,
         weights=weights / normaliser,
         mean_loss=mean_loss,
-        mean_gradient=mean_gradient if run.method.reports_gradient else None,
+        mean_gradient=fresh if run.method.reports_gradient else None,
         ascended=(own < 0).double().mean(),
     )
 
 
 def _cut(run: Run, batches: RoundBatches) -> Blocks:
-    split, width = run.federation.train, run.block
+    split, width, n = run.federation.train, run.block, run.clients
+    if run.schedule.even and width == run.schedule.width:
+        # The block is the client and nothing is padded; a full batch is not even gathered.
+        share = torch.full((n, width), 1 / width, dtype=run.dtype, device=run.device)
+        if run.schedule.full_batch:
+            x, y = (v.reshape(n, width, *v.shape[1:]) for v in (split.x, split.y))
+        else:
+            rows = batches.rows(0, run.ids)[0]
+            x, y = split.x[rows], split.y[rows]
+        return Blocks(x, y, None, share, run.ids)
     rows, real = batches.rows(0, run.ids)
     share = real.to(run.dtype) / real.sum(1, keepdim=True)
     across = -(-rows.shape[1] // width)
@@ -91,12 +114,12 @@ def _client_gradients(run: Run, state: State, blocks: Blocks) -> tuple[Tensor, T
     """f_i and ∇f_i of every client at x^t, and the averaged buffers after the batch."""
 
     def block_loss(
-        params: Tree, x: Tensor, y: Tensor, real: Tensor, share: Tensor
+        params: Tree, x: Tensor, y: Tensor, real: Tensor | None, share: Tensor
     ) -> tuple[Tensor, Tree]:
         losses, buffers = run.task.sample_losses(params, state.buffers, x, y, real)
         return (losses * share).sum(), buffers
 
-    over_blocks = vmap(grad_and_value(block_loss, has_aux=True), in_dims=(None, 0, 0, 0, 0))
+    over_blocks = vmap(grad_and_value(block_loss, has_aux=True), in_dims=(None, *blocks.axes))
     gradients, (losses, buffers) = over_blocks(
         state.x, blocks.x, blocks.y, blocks.real, blocks.share
     )
@@ -116,48 +139,34 @@ def _by_client(run: Run, blocks: Blocks, leaf: Tensor) -> Tensor:
     return total.index_add_(0, blocks.client, leaf)
 
 
-def _client_updates(run: Run, gradient: Tree, g: Tree | None, own: Tensor, shared: Tensor) -> Tree:
-    """x − x_i for every client, one plain step each, cut to `clip_norm`."""
-
-    def per_client(factor: Tensor, leaf: Tensor) -> Tensor:
-        return factor.to(leaf.dtype).reshape(-1, *[1] * (leaf.dim() - 1)) * leaf
-
-    direction = tree_map(lambda leaf: per_client(own, leaf), gradient)
-    if g is not None:
-        direction = tree_map(lambda d, shift: d + per_client(shared, shift[None]), direction, g)
-    if run.clip_norm is not None:
-        norm = squared_norm(direction, batched=True).sqrt()
-        cut = torch.clamp(run.clip_norm / norm, max=1.0)
-        direction = tree_map(lambda leaf: per_client(cut, leaf), direction)
-    return scale(direction, run.lr)
+def _direction_norms(gradient: Tree, g: Tree | None, own: Tensor, shared: Tensor) -> Tensor:
+    """‖own_i ∇f_i + shared_i g‖² of every client, without forming the directions."""
+    squares = own**2 * squared_norm(gradient, batched=True).double()
+    if g is None:
+        return squares
+    along = sum((gradient[name].flatten(1) @ leaf.flatten()).double() for name, leaf in g.items())
+    return squares + 2 * own * shared * along + shared**2 * squared_norm(g).double()
 
 
-def _with_curvature(
-    run: Run,
-    method: Method,
-    state: State,
-    blocks: Blocks,
-    gradient: Tree,
-    g: Tree | None,
-    factors: tuple[Tensor, Tensor, Tensor],
+def _weighted_curvature(
+    run: Run, state: State, blocks: Blocks, gradient: Tree, g: Tree | None, weights: Tensor
 ) -> Tree:
-    """η Σ_i w_i (own_i ∇f_i + shared_i g + γ ∇²f_i (∇f_i − g))"""
-    weights, own, shared = factors
+    """Σ_i w_i ∇²f_i (∇f_i − g)"""
     away = gradient if g is None else tree_map(lambda leaf, mean: leaf - mean, gradient, g)
-    along_block = tree_map(lambda leaf: leaf[blocks.client], away)
+    if len(blocks.client) > run.clients:
+        away = tree_map(lambda leaf: leaf[blocks.client], away)
     weight = weights.to(run.dtype)[blocks.client]
 
     def slope(params: Tree) -> Tensor:
-        def along(v: Tree, x: Tensor, y: Tensor, real: Tensor, share: Tensor) -> Tensor:
+        def along(v: Tree, x: Tensor, y: Tensor, real: Tensor | None, share: Tensor) -> Tensor:
             def block_loss(at: Tree) -> Tensor:
                 return (run.task.sample_losses(at, state.buffers, x, y, real)[0] * share).sum()
 
             return jvp(block_loss, (params,), (v,))[1]
 
-        slopes = vmap(along)(along_block, blocks.x, blocks.y, blocks.real, blocks.share)
+        slopes = vmap(along, in_dims=(0, *blocks.axes))(
+            away, blocks.x, blocks.y, blocks.real, blocks.share
+        )
         return (weight * slopes).sum()
 
-    total = add(weighted_sum(weights * own, gradient), grad(slope)(state.x), method.curvature)
-    if g is not None:
-        total = add(total, g, (weights * shared).sum().to(run.dtype))
-    return scale(total, run.lr)
+    return grad(slope)(state.x)

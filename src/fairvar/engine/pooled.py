@@ -76,8 +76,10 @@ class PooledPass:
         task = self.run.task
         if piece.real is None:
             return task.sample_losses(self.params, self.given_buffers, piece.x, piece.y, None)[0]
-        losses, buffers = vmap(task.sample_losses, in_dims=(None, None, 0, 0, 0))(
-            self.params, self.given_buffers, piece.x, piece.y, piece.real
+        real = None if self.run.schedule.even else piece.real  # no padding, no mask
+        axes = (None, None, 0, 0, None if real is None else 0)
+        losses, buffers = vmap(task.sample_losses, in_dims=axes)(
+            self.params, self.given_buffers, piece.x, piece.y, real
         )
         if remember_buffers:
             clients = piece.client.reshape(piece.real.shape)[:, 0]
