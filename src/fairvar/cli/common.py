@@ -1,0 +1,68 @@
+"""What the commands share: the application, its common options, and how results are printed."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+from rich.console import Console
+
+from fairvar._version import __version__
+
+app = App(
+    name="fairvar",
+    version=__version__,
+    help="Fair federated learning: train models whose quality is even across clients.",
+)
+Json = Annotated[bool, Parameter(negative="")]
+Out = Annotated[Path, Parameter(help="folder for the files that are written")]
+
+
+def show_report(tables: Any, files: Any, json: bool) -> None:
+    from fairvar.report import to_rich
+    from fairvar.report.results import shorten
+
+    if json:
+        return print_json([_table_dict(table) for table in tables])
+    for table in tables:
+        # The columns are explained once, under the last table.
+        show(to_rich(shorten(table, explain=table is tables[-1])))
+        print()
+    page = next(f for f in files if f.name == "index.html")
+    print(f"{len(files)} files in {page.parent}; open {page} in a browser")
+
+
+def cores() -> int:
+    return max(1, min(8, os.cpu_count() or 1))
+
+
+def duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def show(thing: Any) -> None:
+    Console(highlight=False).print(thing)
+
+
+def print_json(value: Any) -> None:
+    print(jsonlib.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _table_dict(table: Any) -> dict[str, Any]:
+    from fairvar.report import Estimate
+
+    rows = []
+    for row in table.rows:
+        cells = {
+            k: {"value": c.value, "standard_error": c.standard_error}
+            if isinstance(c, Estimate)
+            else c
+            for k, c in row.cells.items()
+        }
+        rows.append({"method": row.label, **cells})
+    return {"title": table.title, "rows": rows, "notes": list(table.notes)}

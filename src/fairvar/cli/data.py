@@ -1,0 +1,65 @@
+"""`fairvar data list|fetch|verify`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from cyclopts import App
+
+from fairvar.cli.common import Json, app, print_json, show
+
+data = App(name="data", help="Data sets: what is available, where from, checksums.")
+app.command(data)
+
+
+@data.command(name="list")
+def data_list(*, json: Json = False) -> None:
+    """Every data set: what it is, whether it was found, where it comes from."""
+    from fairvar.data import describe
+    from fairvar.report.show import datasets_table
+
+    if json:
+        print_json(describe())
+    else:
+        show(datasets_table(describe()))
+
+
+@data.command(name="fetch")
+def data_fetch(name: str, *, root: Path | None = None) -> None:
+    """Download a data set from its official address, checked against its SHA-256.
+
+    An interrupted download is continued by the same command.
+
+    Args:
+        name: as `fairvar data list` writes it.
+        root: folder to put it into; fairvar's cache by default.
+    """
+    from fairvar.data.fetch import fetch
+    from fairvar.progress import progress
+
+    with progress(f"fetch {name}") as report:
+        folder = fetch(
+            name, root, progress=lambda file, done, total: report(done, total or 0, file)
+        )
+    print(folder)
+
+
+@data.command(name="verify")
+def data_verify(name: str, *, root: Path | None = None, json: Json = False) -> None:
+    """Check a data set's files; exit code 4 if one is not what was published.
+
+    Args:
+        name: as `fairvar data list` writes it.
+        root: folder to look in; FAIRVAR_DATA and fairvar's cache otherwise.
+        json: print the result as JSON.
+    """
+    from fairvar.data import verify
+
+    rows = verify(name, root)
+    if json:
+        print_json([{"file": f, "ok": ok, "reason": why} for f, ok, why in rows])
+    else:
+        print(*(f"{'ok ' if ok else 'BAD'} {f}  {why}" for f, ok, why in rows), sep="\n")
+    if not all(ok for _, ok, _ in rows):
+        sys.exit(4)

@@ -1,0 +1,257 @@
+"""Commands that train and report: demo, run, sweep, report, compare."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from fairvar.cli.common import Json, Out, app, cores, duration, print_json, show, show_report
+from fairvar.errors import BadInput, RunFailed
+
+MANY_RUNS = 40  # from here on, tell what it will cost before starting
+
+
+@app.command
+def demo(
+    *,
+    out: Out = Path("fairvar-demo"),
+    alpha: float = 0.1,
+    seeds: int = 3,
+    rounds: int = 100,
+    workers: int | None = None,
+    json: Json = False,
+) -> None:
+    """All methods of the paper on its MNIST experiment, in about a minute and without a download.
+
+    Prints a table of accuracy and variance over clients and leaves it in a folder with pictures.
+
+    Args:
+        alpha: heterogeneity of the Dirichlet partition; smaller means more different clients.
+        seeds: repetitions with other initial models.
+        rounds: communication rounds of each run.
+        workers: processes; as many as there are cores by default.
+        json: print the table as JSON.
+    """
+    from fairvar.demo import NOTE, TITLE, demo_plan
+    from fairvar.progress import progress
+    from fairvar.report.gather import gather
+    from fairvar.report.look import require_matplotlib
+    from fairvar.report.write import write_report
+    from fairvar.store import check_writable
+    from fairvar.sweep import run_sweep
+
+    plan = demo_plan(alpha, seeds, rounds)
+    require_matplotlib()
+    check_writable(out)
+    with progress("fairvar demo") as report:
+        run_sweep(plan.cells, out / "runs", report, workers or cores())
+    tables, files = write_report(gather(out / "runs"), out, TITLE)
+    show_report(tables, files, json)
+    if not json:
+        print(NOTE)
+
+
+@app.command
+def run(
+    config: Path,
+    *overrides: str,
+    out: Out = Path("runs"),
+    dry: Annotated[bool, Parameter(negative="")] = False,
+    plugin: Path | None = None,
+    json: Json = False,
+) -> None:
+    """Train one configuration and store config, history and final model.
+
+    Example: fairvar run configs/quick.toml method.name=fairgrad method.strength=0.1
+
+    Args:
+        config: a TOML file; configs/quick.toml shows every section.
+        overrides: key=value pairs that change it, such as train.lr=0.5.
+        dry: check everything, print the full configuration and its fingerprint, and stop.
+        plugin: a Python file to load first, for methods of your own.
+        json: print the result as JSON.
+    """
+    from fairvar.config import Config
+    from fairvar.experiment import Watch, run_cell, run_folder
+    from fairvar.plugin import load_plugin
+    from fairvar.progress import progress
+    from fairvar.report.show import run_table
+    from fairvar.store import check_writable, verify
+    from fairvar.sweep import stop_signals
+
+    load_plugin(plugin)
+    settings = Config.load(config, overrides)
+    if dry:
+        return print(settings.to_toml() + f"\n# fingerprint {settings.fingerprint}")
+    check_writable(out)
+    folder = run_folder(settings, out)
+    with progress(settings.name) as report, stop_signals() as asked:
+        label = settings.method.label
+        watch = Watch(lambda done, total: report(done, total, f"rounds of {label}"), asked)
+        run_cell(settings, out, watch)
+    manifest = verify(folder)
+    if manifest is None:
+        raise RunFailed(f"another process is computing {folder}; wait for it or use another --out")
+    if json:
+        return print_json({"folder": str(folder), **manifest})
+    show(run_table(folder, manifest))
+
+
+@app.command
+def sweep(
+    config: Path,
+    *overrides: str,
+    out: Path | None = None,
+    scale: str | None = None,
+    workers: int = 1,
+    budget: str | None = None,
+    shard: str | None = None,
+    ray: str | None = None,
+    save_every: int | None = None,
+    dry: Annotated[bool, Parameter(negative="")] = False,
+    plugin: Path | None = None,
+    json: Json = False,
+) -> None:
+    """Compute all runs of a grid; the same command again continues where it stopped.
+
+    Finished runs are never touched. Several of these processes may work on one folder at once.
+
+    Example: fairvar sweep configs/paper/mnist.toml --scale small --workers 2
+
+    Args:
+        config: a TOML file with a [sweep] section; see configs/paper/.
+        overrides: key=value pairs that change it, such as sweep.seeds=2.
+        out: folder for the runs; runs/NAME by default.
+        scale: use the file's [scale.NAME] overrides, such as small.
+        workers: processes on this machine, one thread each.
+        budget: stop after this time, such as 30min; the same command continues later.
+        shard: only part i of n, such as 0/4, for job arrays.
+        ray: address of a Ray cluster that computes the missing runs ("local" starts one here).
+        save_every: rounds between checkpoints, besides one every ten seconds.
+        dry: check everything, list the runs and their number, and stop.
+        plugin: a Python file to load first, for methods of your own.
+        json: print the outcome as JSON.
+    """
+    from fairvar.plan import Plan
+    from fairvar.plugin import load_plugin
+    from fairvar.progress import progress
+    from fairvar.store import check_writable
+    from fairvar.sweep import missing, parse_budget, parse_shard, project, run_sweep
+
+    load_plugin(plugin)
+    plan = Plan.load(config, overrides, scale)
+    seconds = None if budget is None else parse_budget(budget)
+    part, parts = (0, 1) if shard is None else parse_shard(shard)
+    if workers < 1 or (save_every is not None and save_every < 1):
+        raise BadInput("--workers and --save-every must be at least 1")
+    cells = plan.cells[part::parts]
+    folder = out or Path("runs") / plan.name
+    if dry:
+        rows = [f"{c.fingerprint[:16]}  {c.method.label}, lr {c.train.lr:g}" for c in cells]
+        return print(*rows, f"{len(cells)} runs", sep="\n")
+    check_writable(folder)
+    if len(missing(cells, folder)) > MANY_RUNS and ray is None:
+        cost = project(cells, folder, workers)
+        text = f"about {duration(cost)} with {workers} worker(s), from a few timed rounds"
+        print(f"{len(missing(cells, folder))} runs to do: {text}", file=sys.stderr)
+    with progress(plan.name) as report:
+        if ray is not None:
+            from fairvar.cluster import run_on_ray
+
+            run_on_ray(cells, folder, ray, report)
+        status = run_sweep(cells, folder, report, workers, seconds, save_every, plugin)
+    if json:
+        return print_json({"folder": str(folder), **asdict(status)})
+    print(f"{status.done} of {status.cells} runs are done in {folder}")
+    if status.reason:
+        print(f"stopped because {status.reason}; the same command continues")
+    elif status.elsewhere:
+        print(f"{status.elsewhere} are being computed by other processes")
+
+
+@app.command
+def report(
+    folder: Path,
+    *,
+    out: Path | None = None,
+    title: str | None = None,
+    t: float = 1.96,
+    model: str | None = None,
+    unit: str = "fraction",
+    m: int | None = None,
+    plugin: Path | None = None,
+    json: Json = False,
+) -> None:
+    """Choose on validation, report on test: tables, figures and a page from a sweep's folder.
+
+    Args:
+        folder: what `fairvar sweep` wrote.
+        out: where the report goes; FOLDER/report by default.
+        title: heading of the page.
+        t: selection takes accuracy - t * sqrt(variance / m) on validation data; 1.96 in the paper.
+        model: select and report the "global" or the clients' own ("local") model; by default what
+            the runs' protocol says.
+        unit: "fraction", or "mixed": percent accuracy with the variance x 100.
+        m: divisor of the variance; the number of seeds by default, as in the paper.
+        plugin: a Python file to load first, for methods of your own.
+        json: print the tables as JSON.
+    """
+    from fairvar.plugin import load_plugin
+    from fairvar.progress import progress
+    from fairvar.report.gather import gather, stored_runs
+    from fairvar.report.look import require_matplotlib
+    from fairvar.report.write import write_report
+    from fairvar.select import Criterion
+    from fairvar.store import check_writable
+
+    load_plugin(plugin)
+    require_matplotlib()
+    first = stored_runs(folder)[0].config
+    criterion = Criterion(t=t, m=m, unit=unit, model=model or first.select.model)  # type: ignore[arg-type]
+    target = out or folder / "report"
+    check_writable(target)
+    with progress("report") as show:
+        show(0, 1, "reading runs")
+        groups = gather(folder, criterion)
+        tables, files = write_report(groups, target, title or f"fairvar: {first.name}")
+        show(1, 1, "done")
+    show_report(tables, files, json)
+
+
+@app.command
+def compare(
+    a: str,
+    b: str,
+    *,
+    model: str | None = None,
+    plugin: Path | None = None,
+    json: Json = False,
+) -> None:
+    """Paired differences between two methods: with intervals, and which clients gain or pay.
+
+    Each side is a sweep's folder with a method label, FOLDER:LABEL or FOLDER:LABEL@ALPHA (the
+    configuration chosen on validation), or the folder of a single run.
+
+    Example: fairvar compare runs/mnist:FairGrad*@0.1 runs/mnist:FedAvg@0.1
+
+    Args:
+        a: the method in question.
+        b: what it is compared with.
+        model: the "global" or the clients' own ("local") model.
+        plugin: a Python file to load first, for methods of your own.
+        json: print the numbers as JSON.
+    """
+    from fairvar.plugin import load_plugin
+    from fairvar.report.versus import paired_dict, paired_table, side, versus
+
+    load_plugin(plugin)
+    left, right = side(a, model), side(b, model)
+    paired = versus(left, right)
+    if json:
+        return print_json(paired_dict(left, right, paired))
+    for part in paired_table(left, right, paired):
+        show(part)

@@ -1,0 +1,151 @@
+"""Commands that look: partition, theory, methods, doctor, bench."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from fairvar.cli.common import Json, Out, app, print_json, show
+from fairvar.errors import BadInput
+
+
+@app.command
+def partition(
+    config: Path,
+    *overrides: str,
+    out: Out = Path("fairvar-partition"),
+    json: Json = False,
+) -> None:
+    """Picture and heterogeneity numbers of a partition, before spending compute on it.
+
+    Args:
+        config: a TOML file; the sections [data] and [partition] are used.
+        overrides: key=value pairs that change it, such as partition.alpha=0.5.
+        json: print the partition's passport as JSON.
+    """
+    from fairvar.config import Config
+    from fairvar.experiment import class_counts, federation_of
+    from fairvar.report.look import require_matplotlib, save
+    from fairvar.report.pictures import partition_figure
+    from fairvar.report.show import passport_table
+    from fairvar.store import check_writable
+
+    settings = Config.load(config, overrides)
+    require_matplotlib()
+    federation = federation_of(settings)
+    if federation.classes is None:
+        raise BadInput(f"{federation.name} has no classes: there is no partition to draw")
+    check_writable(out)
+    figure = partition_figure(federation.name, class_counts(federation), federation.passport)
+    files = save(figure, out, "partition")
+    if json:
+        return print_json(dict(federation.passport))
+    show(passport_table(federation))
+    print("Written:", *files, sep="\n  ")
+
+
+@app.command
+def theory(*, json: Json = False) -> None:
+    """The paper's theorems as numbers: each claim with both sides, tolerance and verdict.
+
+    Claims about the paper's own statements that are wrong show the counterexample. Exit code 3 if
+    any claim fails.
+    """
+    from fairvar.report.show import claims_text
+    from fairvar.theory import claims
+
+    found = claims()
+    if json:
+        print_json([asdict(c) for c in found])
+    else:
+        for part in claims_text(found):
+            show(part)
+    failed = sum(not c.holds for c in found)
+    print(f"{len(found) - failed} of {len(found)} claims hold", file=sys.stderr)
+    if failed:
+        sys.exit(3)
+
+
+@app.command
+def methods(*, json: Json = False) -> None:
+    """What there is to choose from: options, exchanges and bytes per round, what a server sees."""
+    from fairvar.catalogue import catalogue
+    from fairvar.report.show import methods_table, options_table
+
+    if json:
+        return print_json(catalogue())
+    show(methods_table())
+    show(options_table())
+
+
+@app.command
+def doctor(*, json: Json = False) -> None:
+    """Versions, device, threads, determinism and disk: what to paste into a bug report."""
+    from fairvar.doctor import examine
+    from fairvar.report.show import facts_table
+
+    if json:
+        print_json(examine())
+    else:
+        show(facts_table(examine()))
+
+
+@app.command
+def bench(
+    *,
+    quick: bool | None = None,
+    model: str | None = None,
+    method: str | None = None,
+    clients: int | None = None,
+    batch: int | None = None,
+    local: str | None = None,
+    device: str = "cpu",
+    repeat: int = 7,
+    threads: int = 1,
+    out: Path | None = None,
+    json: Json = False,
+) -> None:
+    """Speed of a round: the engine beside two client loops and a centralised step, as ratios.
+
+    All contenders take turns in one process. What is measured is in docs/performance.md.
+
+    Example: fairvar bench --model multinomial --method fairgrad* --clients 50 --batch 16
+
+    Args:
+        quick: the short table, a few minutes; the default on the CPU.
+        model: this model only.
+        method: this method only, such as qffl or fairloss* (a star: the exact variant).
+        clients: so many clients in every case.
+        batch: so many samples per client in every case.
+        local: local work per round, "step" (all samples at once) or "epoch" (four steps).
+        device: "cpu" or "cuda".
+        repeat: turns of all contenders; fewer where a case takes long.
+        threads: of torch on the CPU.
+        out: folder for table.md, bench.json and a picture of cost against clients.
+        json: print all numbers as JSON.
+    """
+    from fairvar.bench import BenchSettings, run_bench
+    from fairvar.bench.show import bench_tables, write_bench
+    from fairvar.progress import progress
+    from fairvar.report import to_rich
+    from fairvar.report.look import require_matplotlib
+    from fairvar.store import check_writable
+
+    settings = BenchSettings(
+        quick=quick, model=model, method=method, clients=clients, batch=batch,
+        local=local, device=device, repeat=repeat, threads=threads,  # type: ignore[arg-type]
+    )  # fmt: skip
+    if out is not None:
+        require_matplotlib()
+        check_writable(out)
+    with progress("fairvar bench") as report:
+        result = run_bench(settings, report)
+    files = write_bench(result, out) if out is not None else []
+    if json:
+        return print_json(result.as_dict())
+    for table in bench_tables(result):
+        show(to_rich(table))
+        print()
+    if files:
+        print("Written:", *files, sep="\n  ")
