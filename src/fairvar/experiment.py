@@ -102,6 +102,15 @@ def model_of(config: Config, federation: Federation) -> nn.Module:
     return module
 
 
+def start_note(config: Config) -> str | None:
+    """Where the model starts, for models that people expect to be pretrained."""
+    if config.model.weights_sha256 is not None:
+        return f"{config.model.name} starts from weights {config.model.weights_sha256[:12]}"
+    if config.model.name == "mobilenet_v2":
+        return "mobilenet_v2 starts from scratch: give model.weights for ImageNet weights"
+    return None
+
+
 def compute(config: Config, folder: Path, watch: Watch) -> History:
     """Train, continuing from the newest intact checkpoint of the folder if there is one."""
     torch.set_num_threads(config.train.threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,6 +48,12 @@ def duration(seconds: float) -> str:
 
 def show(thing: Any) -> None:
     Console(highlight=False).print(thing)
+
+
+def tell(note: str | None) -> None:
+    """Something to know before a long computation: to stderr."""
+    if note is not None:
+        print(note, file=sys.stderr)
 
 
 def print_json(value: Any) -> None:

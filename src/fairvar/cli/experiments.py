@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from fairvar.cli.common import Json, Out, app, cores, duration, print_json, show, show_report
+from fairvar.cli.common import Json, Out, app, cores, duration, print_json, show, show_report, tell
 from fairvar.errors import BadInput, RunFailed
 
 MANY_RUNS = 40  # from here on, tell what it will cost before starting
@@ -76,7 +76,7 @@ def run(
         json: print the result as JSON.
     """
     from fairvar.config import Config
-    from fairvar.experiment import Watch, run_cell, run_folder
+    from fairvar.experiment import Watch, run_cell, run_folder, start_note
     from fairvar.plugin import load_plugin
     from fairvar.progress import progress
     from fairvar.report.show import run_table
@@ -89,6 +89,7 @@ def run(
         return print(settings.to_toml() + f"\n# fingerprint {settings.fingerprint}")
     check_writable(out)
     folder = run_folder(settings, out)
+    tell(start_note(settings))
     with progress(settings.name) as report, stop_signals() as asked:
         label = settings.method.label
         watch = Watch(lambda done, total: report(done, total, f"rounds of {label}"), asked)
@@ -136,6 +137,7 @@ def sweep(
         plugin: a Python file to load first, for methods of your own.
         json: print the outcome as JSON.
     """
+    from fairvar.experiment import start_note
     from fairvar.plan import Plan
     from fairvar.plugin import load_plugin
     from fairvar.progress import progress
@@ -154,6 +156,7 @@ def sweep(
         rows = [f"{c.fingerprint[:16]}  {c.method.label}, lr {c.train.lr:g}" for c in cells]
         return print(*rows, f"{len(cells)} runs", sep="\n")
     check_writable(folder)
+    tell(start_note(cells[0]) if cells else None)
     if len(missing(cells, folder)) > MANY_RUNS and ray is None:
         cost = project(cells, folder, workers)
         text = f"about {duration(cost)} with {workers} worker(s), from a few timed rounds"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fairvar.experiment import recorded_federation
+from fairvar.experiment import recorded_federation, start_note
 from fairvar.report.gather import Group
 from fairvar.report.look import save
 from fairvar.report.page import Page, PageFigure, Section, figure_svg, write_page
@@ -66,6 +66,7 @@ def group_table(group: Group) -> Table:
             "over seeds. Chosen on validation data, reported on test data.",
             f"Noise floor of the variance ×100: {100 * noise_floor(group.results, primary):.3f}.",
             "Bold: ahead of every other method by more than the paired 95 % interval.",
+            *filter(None, [start_note(config)]),
         ],
         primary,
         {label: cell for label, cell in cells.items() if cell is not None},
