@@ -66,17 +66,17 @@ class AAggFF(Method, frozen=True, tag="aaggff"):
         return new["p"][replies.ids], new
 
     def _entropic(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
-        K, ids, t = replies.clients, replies.ids, float(memory["round"]) + 1
+        K, ids, t = replies.clients, replies.ids, memory["round"] + 1
         C = len(ids) / K
         p = memory["p"]
-        if t == 1 and self.variant == "official":
-            p = torch.full_like(p, C)
+        if self.variant == "official":
+            p = torch.where(t == 1, C, p)
         r = C * response(replies.loss, self.cdf)
         mean = r.mean()
-        robust = mean.expand_as(p).clone()
-        robust[ids] = (r - mean) / C + (mean if self.variant == "paper" else 0.0)
+        answered = (r - mean) / C + (mean if self.variant == "paper" else 0.0)
+        robust = mean.expand_as(p).index_copy(0, ids, answered)
         # The gradient's second term is the same for all clients and cancels in the softmax.
         total = memory["gradient_sum"] - robust / (1 + p.sum() * mean)
-        new = torch.softmax(-total * sqrt(log(K)) / (sqrt(t + 1) * (2 + C)), 0)
+        new = torch.softmax(-total * sqrt(log(K)) / ((t + 1).sqrt() * (2 + C)), 0)
         memory = {"gradient_sum": total, "p": new, "round": memory["round"] + 1}
         return new[ids] / new[ids].sum(), memory

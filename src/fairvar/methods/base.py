@@ -12,8 +12,11 @@ gradient) it needs. Reference loop, vectorised engine and deployment all run the
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from typing import ClassVar, Literal, NamedTuple
 
+import msgspec
 import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
@@ -98,7 +101,7 @@ class Method(Checked, frozen=True, tag_field="name"):
 
     @property
     def uses_curvature(self) -> bool:
-        return self.curvature != 0
+        return isinstance(self.curvature, Tensor) or self.curvature != 0
 
     @property
     def averages_iterates(self) -> bool:
@@ -109,6 +112,29 @@ class Method(Checked, frozen=True, tag_field="name"):
     def only_one_step(self) -> bool:
         """The method is defined for a single local step per round only."""
         return False
+
+    # -- runs that differ in numbers only ------------------------------------------------------
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The fields that are real numbers: strengths and step lengths, whatever they are called.
+
+        Runs of a grid differ in these. The functions below therefore must not branch on them."""
+        found = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {name: value for name, value in found.items() if isinstance(value, float)}
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """All that decides which operations a round consists of: everything but the numbers."""
+        rest = [getattr(self, f) for f in self.__struct_fields__ if f not in self.numbers]
+        return type(self), *rest, self.uses_curvature
+
+    def with_numbers(self, numbers: Mapping[str, Tensor]) -> Method:
+        """The same method with tensors for numbers: values that a GPU reads when it gets there, or
+        one per run under `vmap`. Unchecked; not for people."""
+        other = copy.copy(self)
+        for name, value in numbers.items():
+            msgspec.structs.force_setattr(other, name, value)
+        return other
 
     # -- pure functions ------------------------------------------------------------------------
     def share(self, sizes: Int64[Tensor, " n"]) -> Float64[Tensor, " n"]:

@@ -21,4 +21,4 @@ CDFS: dict[str, Callable[[Tensor], Tensor]] = {
 def response(loss: Tensor, cdf: str) -> Tensor:
     """The clients' losses as answers in [0, 1], increasing in the loss: CDF(f_i / mean f)."""
     mean = loss.mean()
-    return CDFS[cdf](loss / mean if mean > 0 else torch.ones_like(loss))
+    return CDFS[cdf](torch.where(mean > 0, loss / mean, 1.0))
