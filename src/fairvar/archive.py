@@ -19,6 +19,7 @@ from fairvar.history import History, Tables, history_from_tables
 from fairvar.methods.base import Method
 from fairvar.tree import Tree
 
+NOT_MEASURED = -1  # instead of a count of right answers
 GROUPS = ("params", "buffers", "memory", "mean_gradient", "iterate")
 
 
@@ -83,7 +84,7 @@ def pack_history(history: History) -> bytes:
         "update_norm": history.update_norm.float(),
     }
     for (split, model), table in history.accuracy.items():
-        right = torch.nan_to_num(table * history.samples[split]).round().int()
+        right = (table * history.samples[split]).nan_to_num(NOT_MEASURED).round().int()
         flat[f"right/{split}/{model}"] = right
     for (split, model), table in history.evaluated_loss.items():
         flat[f"evaluated_loss/{split}/{model}"] = table.float()
@@ -107,7 +108,8 @@ def _history(flat: Tables, state: State, method: Method, facts: Mapping[str, Any
     tables = {k: v.double() if v.is_floating_point() else v for k, v in flat.items()}
     for name in [k for k in flat if k.startswith("right/")]:
         _, split, model = name.split("/")
-        tables[f"accuracy/{split}/{model}"] = flat[name].double() / samples[split]
+        right = torch.where(flat[name] == NOT_MEASURED, torch.nan, flat[name].double())
+        tables[f"accuracy/{split}/{model}"] = right / samples[split]
     return history_from_tables(
         tables,
         method=method,

@@ -17,6 +17,7 @@ from fairvar.errors import BadInput, suggestion
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 import msgspec
 import tomli_w
 
-from fairvar.checked import Checked, Count, Fraction
+from fairvar.checked import Checked, Count, Fraction, Share
 from fairvar.data import DATASET_NAMES, Dirichlet, Partition
 from fairvar.engine.losses import LOSSES
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
@@ -43,7 +43,7 @@ class DataConfig(Checked, frozen=True, kw_only=True):
     split: tuple[Fraction, Fraction, Fraction] = (0.8, 0.1, 0.1)
     holdout: Literal["auto", "split", "pool"] = "auto"
     pool_samples: Count = 200
-    fraction: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    fraction: Share = 1.0
     samples: Count | None = None
     root: str | None = None  # where the files lie; FAIRVAR_DATA otherwise
 

@@ -67,8 +67,11 @@ class Observation:
                 scores[split, "local"] = self.local[split]
         variance = torch.full((), torch.nan, dtype=torch.float64, device=run.device)
         if "gradient" in self.sums.trees:
-            mean = squared_norm(self.sums.trees["gradient"]).double()
-            variance = run.share @ self.squared_gradient_norm - mean
+            # Over those that took part: their shares may sum to less than one.
+            seen = torch.where(self.squared_gradient_norm.isnan(), 0.0, run.share)
+            mean = squared_norm(self.sums.trees["gradient"]).double() / seen.sum() ** 2
+            squares = self.squared_gradient_norm.nan_to_num(0.0, posinf=torch.inf)
+            variance = seen @ squares / seen.sum() - mean
         return Evaluation(scores, variance, self.update_norm)
 
 

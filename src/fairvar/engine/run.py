@@ -10,6 +10,7 @@ from jaxtyping import Float64, Int64
 from torch import Tensor, nn
 
 from fairvar.engine.batches import Schedule
+from fairvar.engine.participation import Participation
 from fairvar.engine.task import Task
 from fairvar.federation import Federation
 from fairvar.methods.base import Method
@@ -31,6 +32,7 @@ class Run:
     chunk: int  # clients per vectorised call, a multiple of TILE
     piece: int  # samples per pooled call
     block: int  # samples per block of the blocked path
+    participation: Participation
     share: Float64[Tensor, " n"]
     ids: Int64[Tensor, " n"]
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from fairvar.checked import Checked, Count, Positive
+from fairvar.checked import Checked, Count, Positive, Share
 from fairvar.errors import BadInput
 
 
@@ -21,6 +21,8 @@ class TrainSettings(Checked, frozen=True, kw_only=True):
     local_steps: Count = 1
     local_epochs: Count | None = None
     clip_norm: Positive | None = None
+    participation: Share | None = None  # of the clients in a round; None: all
+    participants: Count | None = None  # the same as a number
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     dtype: Literal["float32", "float64"] = "float32"
     device: str = "cpu"
@@ -31,6 +33,8 @@ class TrainSettings(Checked, frozen=True, kw_only=True):
     def check(self) -> None:
         if self.local_epochs is not None and self.local_steps != 1:
             raise BadInput("train.local_steps and train.local_epochs are both given; give one")
+        if self.participation is not None and self.participants is not None:
+            raise BadInput("train.participation and train.participants are both given; give one")
 
 
 class EvaluateSettings(Checked, frozen=True, kw_only=True):

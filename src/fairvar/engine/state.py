@@ -51,11 +51,16 @@ class Outcome:
     update: Tree
     buffers: Tree
     memory: Memory
-    loss: Tensor  # (clients,) f_i(x^t), float64
+    loss: Tensor  # (clients,) f_i(x^t), float64; nan for clients that did not answer
     weights: Tensor  # (clients,) as used, float64
     mean_loss: Tensor
     mean_gradient: Tree | None
     ascended: Tensor  # share of clients whose own gradient had a negative factor
+    answered: Tensor | None = None  # ids of those that took part; None: all
+
+    def is_finite(self) -> bool:
+        seen = self.loss if self.answered is None else self.loss[self.answered]
+        return bool(torch.isfinite(seen).all())
 
 
 def initial_state(method: Method, params: Tree, buffers: Tree, clients: int) -> State:

@@ -16,6 +16,7 @@ from fairvar._version import __version__
 from fairvar.engine.batches import Schedule
 from fairvar.engine.blocked import blocked_round
 from fairvar.engine.losses import LossFunction
+from fairvar.engine.participation import Participation
 from fairvar.engine.pooled import pooled_round
 from fairvar.engine.record import Book, Observation
 from fairvar.engine.reference import reference_round
@@ -68,11 +69,13 @@ def train(
     evaluate_splits: tuple[str, ...] = ("valid", "test"),
     evaluate_local: bool = True,
     clip_norm: float | None = None,
+    participation: float | None = None,
+    participants: int | None = None,
     chunk: int | None = None,
     state: State | None = None,
     progress: Progress | None = None,
 ) -> History:
-    """Train `model` on `federation` with `method`; every client takes part in every round.
+    """Train `model` on `federation` with `method`; all clients take part unless told otherwise.
 
     model: a module (copied, never changed) or a name from `fairvar.models.MODELS`.
     batch_size: samples per local step; None takes all of a client's samples.
@@ -81,6 +84,8 @@ def train(
     engine: "auto" picks the pooled, blocked or vmapped path; "reference" is the plain loop.
     evaluate_every: evaluate all clients after every so many rounds, and after the last.
     clip_norm: cut each client's direction to this norm (off by default).
+    participation, participants: share or number of clients drawn for each round, by default all;
+    some of them only on the reference loop (`engine/participation.py` says what averages mean).
     chunk: clients per vectorised call, by default what fits in memory; results do not change.
     state: continue from here (`history.state` of an earlier call).
     """
@@ -91,6 +96,8 @@ def train(
         local_steps=local_steps,
         local_epochs=local_epochs,
         clip_norm=clip_norm,
+        participation=participation,
+        participants=participants,
         seed=seed,
         dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]  # checked there
         device=str(device),
@@ -134,7 +141,7 @@ def run_rounds(
         due = (t + 1) % when.every == 0 or t + 1 == settings.rounds
         seen = Observation(run, state, splits, when.local) if due else None
         outcome = prepared.round(state, t, seen)
-        if not bool(torch.isfinite(outcome.loss).all()):
+        if not outcome.is_finite():
             book.diverged_at = t
             break
         state = advance(state, outcome)
@@ -186,6 +193,10 @@ def choose_path(run: Run, engine: str) -> str:
     method, task = run.method, run.task
     if engine == "reference":
         return "reference"
+    if not run.participation.everyone:
+        if engine == "auto":
+            return "reference"
+        raise BadInput(f'engine={engine!r} trains all clients; participation needs "reference"')
     if task.loop_only:
         if engine == "auto":
             reasons = "; ".join(task.loop_only)
@@ -249,6 +260,9 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
         schedule=schedule,
         lr=settings.lr,
         clip_norm=settings.clip_norm,
+        participation=Participation.build(
+            data.clients, settings.seed, settings.participation, settings.participants
+        ),
         chunk=whole_tiles(fitting),
         piece=pooled_piece(task, x),
         block=block_width(task, x, schedule.lengths),

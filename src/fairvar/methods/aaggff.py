@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fairvar.errors import BadInput
 from fairvar.methods.base import LossData, Memory, Method, Replies
 from fairvar.methods.response import response
 from fairvar.simplex import minimise_quadratic
@@ -23,6 +22,9 @@ class AAggFF(Method, frozen=True, tag="aaggff"):
     cross_device (a share C answers): doubly robust r̆ and entropic weights
         p ← softmax(−Σ g · √(ln K) / (√(t+1) (2 + C))), restricted to those that answered
         paper: r̆_i = r̄ + (r_i − r̄)/C;   official code: without the first r̄
+
+    In a cross_silo round where clients are missing, each of them counts with the mean response r̄
+    (what the doubly robust estimate says of the absent); p is restricted to those that answered.
     """
 
     reference: ClassVar[str] = "Hahn, Kim, Lee 2024"
@@ -50,10 +52,9 @@ class AAggFF(Method, frozen=True, tag="aaggff"):
 
     def _newton(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
         K = replies.clients
-        if len(replies.loss) < K:
-            raise BadInput('AAggFF.setting = "cross_silo" needs every client; use "cross_device"')
         alpha, beta, p = 4.0, K / 4, memory["p"]
-        r = torch.zeros_like(p).index_copy(0, replies.ids, response(replies.loss, self.cdf) / K)
+        answered = response(replies.loss, self.cdf) / K
+        r = answered.mean().expand_as(p).index_copy(0, replies.ids, answered)
         g = -r / (1 + p @ r)
         linear = g if self.variant == "official" else g - beta * g * (g @ p)
         new = memory | {
@@ -63,7 +64,10 @@ class AAggFF(Method, frozen=True, tag="aaggff"):
         }
         diagonal = alpha * (1 + beta) if self.variant == "official" else alpha
         new["p"] = minimise_quadratic(diagonal, beta * new["gram"], new["gradient_sum"], p)
-        return new["p"][replies.ids], new
+        used = new["p"][replies.ids]
+        if len(used) == K:
+            return used, new
+        return torch.where(used.sum() > 0, used / used.sum(), replies.share), new
 
     def _entropic(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
         K, ids, t = replies.clients, replies.ids, memory["round"] + 1

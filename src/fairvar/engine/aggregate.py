@@ -1,0 +1,68 @@
+"""What the server makes of the answers of some clients: x ← x − Σ_i w_i (x − x_i) / normaliser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float64, Int64
+from torch import Tensor
+
+from fairvar.engine.state import Outcome, State
+from fairvar.methods.base import Method, Replies
+from fairvar.tree import Tree, squared_norm, stack, subtract, weighted_sum
+
+Limit = Callable[[Tensor], Tensor]  # the weights, none of them too large
+
+
+class Answers(NamedTuple):
+    """Of the m clients that took part in a round, in the order of their ids."""
+
+    ids: Int64[Tensor, " m"]
+    share: Float64[Tensor, " m"]  # the plain weights r_i, summing to one over these clients
+    loss: Float64[Tensor, " m"]  # f_i(x^t); nan where the method does not ask for it
+    params: list[Tree]  # x_i
+    buffers: list[Tree]
+    mean_loss: Float64[Tensor, ""]  # a of this round
+    mean_gradient: Tree | None  # g of this round, for the next one
+    own: Float64[Tensor, " m"]  # the factors of their own gradients
+
+
+def aggregate(
+    method: Method,
+    state: State,
+    answers: Answers,
+    clients: int,
+    lr: float,
+    limit: Limit = lambda weights: weights,
+) -> Outcome:
+    """`method` as it acts in this round; the outcome is over all clients, present or not."""
+    updates = [subtract(state.x, params) for params in answers.params]
+    replies = Replies(answers.loss, answers.share, answers.ids, clients)
+    weights, memory = method.weigh(state.memory, replies)
+    norms = torch.stack([squared_norm(u) for u in updates]).double()
+    weights = limit(weights) / method.normaliser(replies, norms, lr)
+    buffers = stack(answers.buffers) if state.buffers else {}
+    return Outcome(
+        update=weighted_sum(weights, stack(updates)),
+        buffers={k: _average(answers.share, v) for k, v in buffers.items()},
+        memory=memory,
+        loss=_placed(answers.loss, answers.ids, clients, torch.nan),
+        weights=_placed(weights, answers.ids, clients, 0.0),
+        mean_loss=answers.mean_loss,
+        mean_gradient=answers.mean_gradient,
+        ascended=(answers.own < 0).double().mean(),
+        answered=answers.ids,
+    )
+
+
+def _placed(values: Tensor, ids: Tensor, clients: int, absent: float) -> Tensor:
+    """Values of some clients at their places among all."""
+    return torch.full((clients,), absent, dtype=values.dtype, device=values.device).index_copy(
+        0, ids, values
+    )
+
+
+def _average(share: Tensor, stacked: Tensor) -> Tensor:
+    return torch.tensordot(share, stacked.double(), dims=1).to(stacked.dtype)

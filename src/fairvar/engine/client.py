@@ -1,0 +1,120 @@
+"""What one client computes: a module, autograd, its own samples. The arithmetic of every client
+that is computed by itself: in the reference loop and on the nodes of a real federation.
+
+`run.federation` holds the client's samples at its id; a node holds no others' (`federated/node`).
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from fairvar.engine.run import Run
+from fairvar.methods.base import Method
+from fairvar.tree import Tree, add, scale, squared_norm, subtract
+
+
+def load(run: Run, params: Tree, buffers: Tree) -> nn.Module:
+    """The model as the server sent it."""
+    module = copy.deepcopy(run.task.original)
+    module.load_state_dict({**params, **buffers}, strict=False)
+    return module
+
+
+def probe(run: Run, method: Method, sent: nn.Module, t: int, client: int) -> tuple[Tensor, Tree]:
+    """f_i and ∇f_i at x^t, on the round's first batch; f_i on all samples if the method says so."""
+    x, y = _batches(run, t, client)[0]
+    module = copy.deepcopy(sent)  # batch norm counts what it sees
+    named = _trainable(module)
+    loss = run.task.loss(module(x), y).mean()
+    found = torch.autograd.grad(loss, list(named.values()))
+    if method.loss_data == "full":
+        loss = full_loss(run, sent, client)
+    return loss.detach().double(), dict(zip(named, found, strict=True))
+
+
+def full_loss(run: Run, sent: nn.Module, client: int) -> Tensor:
+    """f_i on all training samples, in evaluation mode."""
+    evaluating = copy.deepcopy(sent).eval()
+    x, y = run.federation.train.of(client)
+    with torch.no_grad():
+        return run.task.loss(evaluating(x), y).mean()
+
+
+def train(
+    run: Run,
+    method: Method,
+    sent: nn.Module,
+    t: int,
+    client: int,
+    loss: Tensor | None,
+    a: Tensor,
+    g: Tree | None,
+) -> tuple[nn.Module, Tensor]:
+    """The client's model after its local steps, and the factor of its own gradient in the first.
+
+    `loss` is f_i for methods that take it once, at x^t on all samples; the batch's otherwise.
+    """
+    module = copy.deepcopy(sent)
+    fixed = loss.to(run.dtype) if loss is not None and method.loss_data == "full" else None
+    factors = []
+    for x, y in _batches(run, t, client):
+        factors.append(_local_step(run, method, module, x, y, fixed, a.to(run.dtype), g))
+    return module, factors[0]
+
+
+def params_of(run: Run, module: nn.Module) -> Tree:
+    own = dict(module.named_parameters())
+    return {name: own[name].detach() for name in run.task.params}
+
+
+def buffers_of(module: nn.Module) -> Tree:
+    return {name: b.detach() for name, b in module.named_buffers()}
+
+
+def _local_step(
+    run: Run,
+    method: Method,
+    module: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    fixed_loss: Tensor | None,
+    a: Tensor,
+    g: Tree | None,
+) -> Tensor:
+    """x_i ← x_i − η (own ∇f_i + shared g + γ ∇²f_i (∇f_i − g)); returns own."""
+    named = _trainable(module)
+    loss = run.task.loss(module(x), y).mean()
+    graph = method.uses_curvature
+    slopes = torch.autograd.grad(loss, list(named.values()), create_graph=graph)
+    gradient = {k: s.detach() for k, s in zip(named, slopes, strict=True)}
+    own, shared = method.coefficients(loss.detach() if fixed_loss is None else fixed_loss, a)
+    direction = scale(gradient, own)
+    if g is not None:
+        direction = add(direction, g, shared)
+    if graph:
+        away = gradient if g is None else subtract(gradient, g)
+        products = torch.autograd.grad(slopes, list(named.values()), list(away.values()))
+        direction = add(direction, dict(zip(named, products, strict=True)), method.curvature)
+    if run.clip_norm is not None:
+        norm = float(squared_norm(direction).sqrt())
+        direction = scale(direction, min(1.0, run.clip_norm / norm) if norm > 0 else 1.0)
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.sub_(run.lr * direction[name])
+    return torch.as_tensor(own, dtype=loss.dtype, device=loss.device)
+
+
+def _batches(run: Run, t: int, client: int) -> list[tuple[Tensor, Tensor]]:
+    drawn, split = run.schedule.round(t), run.federation.train
+    who, found = torch.tensor([client], device=run.device), []
+    for step in range(run.schedule.steps[client]):
+        rows, real = drawn.rows(step, who)
+        found.append((split.x[rows[real]], split.y[rows[real]]))
+    return found
+
+
+def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {k: p for k, p in module.named_parameters() if p.requires_grad}
