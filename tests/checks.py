@@ -17,6 +17,28 @@ from fairvar.data import quadratics
 from fairvar.methods import Replies
 from fairvar.testing import federation
 
+# -- the paper's eight, and their options ----------------------------------------------------------
+METHODS: list[fv.Method] = [
+    fv.FedAvg(),
+    fv.AFL(),
+    fv.QFFL(1.0),
+    fv.AAggFF(),
+    fv.FairLoss(0.5),
+    fv.FairLoss(0.5, exact=True),
+    fv.FairGrad(0.1),
+    fv.FairGrad(0.1, exact=True),
+]
+OPTIONS: list[fv.Method] = [
+    fv.FedAvg(weights="size"),
+    fv.AFL(order="simultaneous", average=True, losses="batch"),
+    fv.QFFL(0.5, losses="batch", weights="size"),
+    fv.AAggFF(setting="cross_device", variant="paper"),
+    fv.FairLoss(1.0, clip_beta=True, weights="size"),
+    fv.FairLoss(0.5, losses="full", warm_start="exact"),
+    fv.FairGrad(0.1, exact=True, weights="size"),
+    fv.FairGrad(0.1, warm_start="skip"),
+]
+
 # -- golden trajectories ---------------------------------------------------------------------------
 GOLDEN: dict[str, list[tuple[float, float]]] = {
     "FedAvg": [(0.45, 0.525), (0.41, 0.54625), (0.378, 0.5643125)],

@@ -10,28 +10,17 @@ import pytest
 import torch
 
 import fairvar as fv
-from checks import MODELS, distance, golden_federation, images, quadratic_run, same_bytes
+from checks import (
+    METHODS,
+    MODELS,
+    OPTIONS,
+    distance,
+    golden_federation,
+    images,
+    quadratic_run,
+    same_bytes,
+)
 
-METHODS: list[fv.Method] = [
-    fv.FedAvg(),
-    fv.AFL(),
-    fv.QFFL(1.0),
-    fv.AAggFF(),
-    fv.FairLoss(0.5),
-    fv.FairLoss(0.5, exact=True),
-    fv.FairGrad(0.1),
-    fv.FairGrad(0.1, exact=True),
-]
-OPTIONS: list[fv.Method] = [
-    fv.FedAvg(weights="size"),
-    fv.AFL(order="simultaneous", average=True, losses="batch"),
-    fv.QFFL(0.5, losses="batch", weights="size"),
-    fv.AAggFF(setting="cross_device", variant="paper"),
-    fv.FairLoss(1.0, clip_beta=True, weights="size"),
-    fv.FairLoss(0.5, losses="full", warm_start="exact"),
-    fv.FairGrad(0.1, exact=True, weights="size"),
-    fv.FairGrad(0.1, warm_start="skip"),
-]
 STEP: dict = {"batch_size": None}
 MINI_BATCH: dict = {"batch_size": 4}
 EPOCH: dict = {"batch_size": 4, "local_epochs": 1}

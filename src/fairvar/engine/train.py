@@ -156,7 +156,7 @@ def run_rounds(
             keep(t + 1, partial(_checkpoint, state, book))
         if progress is not None:
             progress(t + 1, settings.rounds)
-    return book.close(state, _birth(run, settings, path, time.perf_counter() - started))
+    return book.close(state, birth_certificate(run, settings, path, time.perf_counter() - started))
 
 
 @dataclass(frozen=True)
@@ -275,8 +275,10 @@ def _checkpoint(state: State, book: Book) -> Checkpoint:
     return Checkpoint(state, book.tables())
 
 
-def _birth(run: Run, settings: TrainSettings, path: str, seconds: float) -> dict[str, object]:
-    """The birth certificate of a result."""
+def birth_certificate(
+    run: Run, settings: TrainSettings, path: str, seconds: float
+) -> dict[str, object]:
+    """Where a result comes from."""
     on_gpu = run.device.type == "cuda"
     return {
         "fairvar": __version__,

@@ -1,0 +1,153 @@
+"""A whole federation, round after round: from a model to its History, as `engine.train` does it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from msgspec.structs import replace as with_fields
+from torch import Tensor, nn
+
+from fairvar.engine.evaluate import Scores
+from fairvar.engine.losses import LossFunction
+from fairvar.engine.participation import Participation
+from fairvar.engine.record import Book, Evaluation
+from fairvar.engine.run import Run
+from fairvar.engine.settings import EvaluateSettings, TrainSettings
+from fairvar.engine.state import State, advance, initial_state
+from fairvar.engine.train import Checkpoint, Keep, Progress, birth_certificate, prepare
+from fairvar.federated.client import HELD_OUT
+from fairvar.federated.guard import Refusal, counted
+from fairvar.federated.messages import ACCURACY, LOSS, MODEL, SAMPLES
+from fairvar.federated.server import Good, Server, Transport
+from fairvar.federated.settings import FederationSettings
+from fairvar.federation import Federation, Split
+from fairvar.history import History, Key
+from fairvar.methods.base import Method
+from fairvar.tree import is_finite, squared_norm, subtract
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What server and clients agree on before the first round."""
+
+    model: nn.Module | str
+    method: Method
+    loss: str | LossFunction
+    train: TrainSettings
+    evaluate: EvaluateSettings
+    clients: int
+    input_shape: tuple[int, ...]
+    classes: int | None  # None: regression
+
+
+class Federated(NamedTuple):
+    history: History
+    refused: list[Refusal]
+
+
+def federate(
+    agreed: Agreement,
+    rules: FederationSettings,
+    transport: Transport,
+    start: Checkpoint | None = None,
+    progress: Progress | None = None,
+    keep: Keep | None = None,
+) -> Federated:
+    """Train with the clients behind `transport`; continues from `start`."""
+    started, settings = time.perf_counter(), agreed.train
+    run = _server_run(agreed)
+    initial = run.task
+    fresh = initial_state(agreed.method, initial.params, initial.buffers, agreed.clients)
+    state = fresh if start is None else start.state
+    book = Book(run, None if start is None else start.tables)
+    server = Server(
+        method=agreed.method,
+        clients=agreed.clients,
+        lr=settings.lr,
+        participation=Participation.build(
+            agreed.clients, settings.seed, settings.participation, settings.participants
+        ),
+        settings=rules,
+        transport=transport,
+        typical_loss=_typical_loss(book),
+    )
+    samples = {s: torch.zeros(agreed.clients, dtype=torch.int64) for s in ("train", *HELD_OUT)}
+    for t in range(state.round, settings.rounds):
+        due = (t + 1) % agreed.evaluate.every == 0 or t + 1 == settings.rounds
+        outcome, good = server.round(state, score=due and agreed.evaluate.local)
+        before, state = state, advance(state, outcome)
+        if not is_finite(state.params):
+            book.diverged_at, state = t, before
+            break
+        book.write(outcome, t)
+        if due:
+            seen = {"local": good, "global": server.evaluate(state)}
+            book.write_evaluation(t + 1, _evaluation(agreed, before, seen, samples))
+        if keep is not None:
+            keep(t + 1, partial(_checkpoint, state, book))
+        if progress is not None:
+            progress(t + 1, settings.rounds)
+    book.run = replace(run, federation=_of_sizes(run.federation, samples))
+    birth = birth_certificate(run, settings, transport.name, time.perf_counter() - started)
+    birth["refused"] = counted(server.refused)
+    return Federated(book.close(state, birth), server.refused)
+
+
+def _server_run(agreed: Agreement) -> Run:
+    """The engine's view of the run, on a few blank samples: the server has no data."""
+    blank = torch.zeros(4, *agreed.input_shape)
+    targets = torch.zeros(4, dtype=torch.float32 if agreed.classes is None else torch.int64)
+    counts = torch.zeros(agreed.clients, dtype=torch.int64).index_fill(0, torch.tensor(0), 4)
+    data = Federation(Split(blank, targets, counts), classes=agreed.classes)
+    settings = with_fields(agreed.train, device="cpu", engine="reference")
+    return prepare(agreed.model, data, agreed.method, agreed.loss, settings).run
+
+
+def _typical_loss(book: Book) -> float:
+    """What the guard knew of the losses when the run was interrupted."""
+    medians = [float(loss.nanmedian()) for loss, *_ in book.outcomes]
+    return max((m for m in medians if m == m), default=0.0)
+
+
+def _checkpoint(state: State, book: Book) -> Checkpoint:
+    return Checkpoint(state, book.tables())
+
+
+def _evaluation(
+    agreed: Agreement, before: State, seen: Mapping[str, Good], samples: dict[str, Tensor]
+) -> Evaluation:
+    """Tables over all clients from the replies of those that answered; nan for the others."""
+    nothing = torch.full((agreed.clients,), torch.nan, dtype=torch.float64)
+    scores: dict[Key, Scores] = {
+        (split, model): Scores(nothing.clone(), nothing.clone())
+        for split in agreed.evaluate.splits
+        if split in HELD_OUT
+        for model in (("global", "local") if agreed.evaluate.local else ("global",))
+    }
+    norm = nothing.clone()
+    for model, good in seen.items():
+        for i, reply in good.items():
+            samples["train"][i] = int(reply.numbers[SAMPLES])
+            if model == "local":
+                moved = subtract(before.x, reply.group(MODEL))
+                norm[i] = squared_norm(moved).double().sqrt()
+            for split in HELD_OUT:
+                if f"{split}/{SAMPLES}" not in reply.numbers:
+                    continue
+                samples[split][i] = int(reply.numbers[f"{split}/{SAMPLES}"])
+                if (split, model) in scores:
+                    table, found = scores[split, model], reply.numbers
+                    table.loss[i] = found.get(f"{split}/{LOSS}", torch.nan)
+                    table.accuracy[i] = found.get(f"{split}/{ACCURACY}", torch.nan)
+    return Evaluation(scores, nothing[0].clone(), norm)
+
+
+def _of_sizes(blank: Federation, samples: Mapping[str, Tensor]) -> Federation:
+    """Everybody's number of samples, as far as they told; no samples."""
+    kept = {s: replace(blank.train, counts=n) for s, n in samples.items() if int(n.sum())}
+    return replace(blank, **kept)  # type: ignore[arg-type]

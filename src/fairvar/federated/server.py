@@ -1,0 +1,221 @@
+"""The server's part of a round: whom to ask what, which replies count, what they make of the model.
+
+A round is one exchange, or two for exact methods (probe, then train). Those whose probe was good
+are asked to train; those whose training was good enter the model. If too few are left the round is
+repeated from the same state, with another draw of clients, and finally the run stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from fairvar.engine.aggregate import Answers, aggregate
+from fairvar.engine.participation import Participation
+from fairvar.engine.state import Outcome, State
+from fairvar.errors import RunFailed
+from fairvar.federated.client import HELD_OUT
+from fairvar.federated.guard import (
+    Arrival,
+    Expected,
+    Refusal,
+    counted,
+    limited_losses,
+    limited_weights,
+    sift,
+)
+from fairvar.federated.messages import (
+    BUFFERS,
+    GRADIENT,
+    LOSS,
+    MEAN_LOSS,
+    MODEL,
+    SAMPLES,
+    SCORE,
+    Message,
+    Number,
+    Stamp,
+    grouped,
+    sends_loss,
+)
+from fairvar.federated.settings import FederationSettings
+from fairvar.methods.base import Method
+from fairvar.tree import Tree, stack, weighted_sum
+
+Good = Mapping[int, Message]  # good replies by client, ids rising
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """Carries messages to clients and back; all it may do wrong is lose, delay or spoil them."""
+
+    name: str
+
+    def present(self, at_least: int, seconds: float) -> Sequence[int]:
+        """The ids of clients that can be asked, once there are enough or the time is over."""
+
+    def exchange(self, requests: Sequence[Message], seconds: float) -> Iterable[Arrival]:
+        """What came back before the deadline, in any order."""
+
+
+class TooFew(Exception):
+    """Not enough good replies for this attempt."""
+
+
+class _Known(NamedTuple):
+    """Before training: whom to ask, and the averages that they get."""
+
+    ids: list[int]
+    probed: Good | None
+    mean_loss: Tensor  # a
+    mean_gradient: Tree | None  # g
+
+
+@dataclass
+class Server:
+    method: Method
+    clients: int  # all that may ever take part; ids are 0 … clients − 1
+    lr: float
+    participation: Participation
+    settings: FederationSettings
+    transport: Transport
+    refused: list[Refusal] = field(default_factory=list)
+    typical_loss: float = 0.0  # the largest median loss of any round so far
+
+    def round(self, state: State, score: bool = False) -> tuple[Outcome, Good]:
+        """Round `state.round`, and the replies that made it; `score`: with their own models'."""
+        before = len(self.refused)
+        for attempt in range(self.settings.repeats + 1):
+            try:
+                return self._attempt(state, attempt, score)
+            except TooFew as few:
+                last = few
+        reasons = ", ".join(f"{n} × {why}" for why, n in counted(self.refused[before:]).items())
+        raise RunFailed(
+            f"round {state.round} was given up after {self.settings.repeats + 1} attempts: {last} "
+            f"({reasons or 'no client was there'})"
+        )
+
+    def evaluate(self, state: State) -> Good:
+        """The scores of the global model, from all clients that are there."""
+        present = self.transport.present(1, self.settings.deadline)
+        model = grouped(**{MODEL: state.params, BUFFERS: state.buffers})
+        stamp = Stamp("evaluate", state.round)
+        return self._exchange(stamp, present, model, {}, {}, loss=False, scores=True)
+
+    def _attempt(self, state: State, attempt: int, score: bool) -> tuple[Outcome, Good]:
+        method = self.method.at_round(state.round)
+        ids = self._invited(state.round, attempt)
+        known = _Known(ids, None, state.mean_loss, state.mean_gradient)
+        if method.probes:
+            known = self._probe(state, method, attempt, ids)
+        good = self._train(state, method, attempt, known, score)
+        answers = self._answers(state, method, known, good)
+
+        def limit(weights: Tensor) -> Tensor:
+            return limited_weights(weights, answers.share, self.settings.weight_cap)
+
+        return aggregate(method, state, answers, self.clients, self.lr, limit), good
+
+    def _probe(self, state: State, method: Method, attempt: int, ids: list[int]) -> _Known:
+        stamp, wanted = Stamp("probe", state.round, attempt), grouped(**{GRADIENT: state.x})
+        good = self._exchange(stamp, ids, _model(state), {}, wanted, sends_loss(method))
+        share = self._share(self._enough(good))
+        a = share @ self._losses(good) if sends_loss(method) else state.mean_loss
+        return _Known(list(good), good, a, _mean_gradient(share, good))
+
+    def _train(
+        self, state: State, method: Method, attempt: int, known: _Known, score: bool
+    ) -> Good:
+        numbers: dict[str, Number] = {SCORE: 1} if score else {}
+        if method.uses_mean_loss:
+            numbers[MEAN_LOSS] = float(known.mean_loss)
+        shared = known.mean_gradient if method.uses_mean_gradient else None
+        sent, wanted = _model(state) | grouped(**{GRADIENT: shared}), _model(state)
+        if self._gradients_with_training(known):
+            wanted |= grouped(**{GRADIENT: state.x})
+        stamp = Stamp("train", state.round, attempt)
+        told = sends_loss(method)
+        return self._enough(self._exchange(stamp, known.ids, sent, numbers, wanted, told, score))
+
+    def _answers(self, state: State, method: Method, known: _Known, good: Good) -> Answers:
+        """What the round is made of; a and g for the next one, of those that answered in this."""
+        share = self._share(good)
+        loss, a, g = share * torch.nan, known.mean_loss, known.mean_gradient
+        if sends_loss(method):
+            loss = self._losses({i: (known.probed or good)[i] for i in good})
+        if known.probed is None:
+            a = share @ loss if method.uses_mean_loss else state.mean_loss
+            g = _mean_gradient(share, good) if self._gradients_with_training(known) else None
+        own = torch.as_tensor(method.coefficients(loss, known.mean_loss)[0], dtype=torch.float64)
+        return Answers(
+            ids=torch.tensor(list(good)),
+            share=share,
+            loss=loss,
+            params=[r.group(MODEL) for r in good.values()],
+            buffers=[r.group(BUFFERS) for r in good.values()],
+            mean_loss=a,
+            mean_gradient=g if self.method.reports_gradient else None,
+            own=own.expand(len(good)),
+        )
+
+    def _gradients_with_training(self, known: _Known) -> bool:
+        """Approximate methods: ∇f_i(x^t) comes with x_i, unless a probe brought it already."""
+        return self.method.reports_gradient and known.probed is None
+
+    def _invited(self, t: int, attempt: int) -> list[int]:
+        """Drawn from those that are there: from all clients, if all are."""
+        least = self.settings.min_replies
+        present = sorted(set(self.transport.present(least, self.settings.patience)))
+        if len(present) < least:
+            raise TooFew(f"{len(present)} clients are there, {least} are needed")
+        number = min(self.participation.number, len(present))
+        draw = Participation(len(present), number, self.participation.seed)
+        return [present[place] for place in draw.of_round(t, attempt).tolist()]
+
+    def _exchange(
+        self,
+        stamp: Stamp,
+        ids: Sequence[int],
+        sent: Tree,
+        numbers: dict[str, Number],
+        wanted: Tree,
+        loss: bool,
+        scores: bool = False,
+    ) -> Good:
+        requests = [Message(stamp, i, sent, numbers) for i in ids]
+        arrivals = self.transport.exchange(requests, self.settings.deadline)
+        splits, largest = HELD_OUT if scores else (), self.settings.largest
+        expected = Expected(stamp, frozenset(ids), wanted, loss, splits, largest)
+        good, refused = sift(arrivals, expected)
+        self.refused += refused
+        return good
+
+    def _enough(self, good: Good) -> Good:
+        if len(good) < self.settings.min_replies:
+            raise TooFew(f"{len(good)} good replies, {self.settings.min_replies} are needed")
+        return good
+
+    def _share(self, good: Good) -> Tensor:
+        """r_i over those that answered; a client that invents samples gains no more than others."""
+        sizes = torch.tensor([int(r.numbers[SAMPLES]) for r in good.values()])
+        share = self.method.share(sizes)
+        even = torch.full_like(share, 1 / len(share))
+        return limited_weights(share, even, self.settings.weight_cap)
+
+    def _losses(self, good: Good) -> Tensor:
+        loss = torch.tensor([r.numbers[LOSS] for r in good.values()], dtype=torch.float64)
+        self.typical_loss = max(self.typical_loss, float(loss.median()))
+        return limited_losses(loss, self.settings.loss_cap * self.typical_loss)
+
+
+def _model(state: State) -> Tree:
+    return grouped(**{MODEL: state.x, BUFFERS: state.buffers})
+
+
+def _mean_gradient(share: Tensor, good: Good) -> Tree:
+    return weighted_sum(share, stack([r.group(GRADIENT) for r in good.values()]))
