@@ -92,8 +92,11 @@ def _federation(data: Any, partition: Any) -> Federation:
 
 
 def model_of(config: Config, federation: Federation) -> nn.Module:
+    return initial_model(config, federation.input_shape, federation.classes or 1)
+
+
+def initial_model(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
     """The initial model; pretrained weights fill all but the last layer, which fits the data."""
-    shape, classes = federation.input_shape, federation.classes or 1
     module = build(config.model.name, shape, classes, config.train.seed)
     if config.model.weights is not None:
         last = list(module.state_dict())[-1].rsplit(".", 1)[0]
@@ -114,7 +117,7 @@ def start_note(config: Config) -> str | None:
 def compute(config: Config, folder: Path, watch: Watch) -> History:
     """Train, continuing from the newest intact checkpoint of the folder if there is one."""
     torch.set_num_threads(config.train.threads)
-    start = max(_checkpoints(folder), key=lambda c: c.state.round, default=None)
+    start = max(checkpoints(folder), key=lambda c: c.state.round, default=None)
     count, last = 0, time.monotonic()
 
     def keep(done: int, make: Callable[[], Checkpoint]) -> None:
@@ -142,7 +145,7 @@ def compute(config: Config, folder: Path, watch: Watch) -> History:
     )
 
 
-def _checkpoints(folder: Path) -> Iterator[Checkpoint]:
+def checkpoints(folder: Path) -> Iterator[Checkpoint]:
     for payload in read_checkpoints(folder):
         with suppress(IntegrityError):
             yield unpack_checkpoint(payload)
@@ -180,14 +183,24 @@ def _leave_nothing(folder: Path, out: Path) -> None:
             empty.rmdir()
 
 
-def save_run(folder: Path, config: Config, history: History) -> dict[str, Any]:
+def save_run(
+    folder: Path,
+    config: Config,
+    history: History,
+    passport: Mapping[str, Any] | None = None,
+    more: Mapping[str, bytes] | None = None,
+) -> dict[str, Any]:
+    """`passport`: of data that are not here (their nodes keep them); `more` files to seal."""
     files = {
+        **(more or {}),
         "config.toml": config.to_toml().encode(),
         "history.safetensors": pack_history(history),
         "state.safetensors": pack_state(history.state),
     }
-    record_federation(folder.parent, federation_of(config))
-    manifest = save_folder(folder, files, _facts(config, history))
+    if passport is None:
+        record_federation(folder.parent, federation_of(config))
+        passport = federation_of(config).passport
+    manifest = save_folder(folder, files, _facts(config, history, passport))
     drop_checkpoints(folder)
     return manifest
 
@@ -222,7 +235,7 @@ def recorded_federation(run: StoredRun) -> dict[str, Any] | None:
         raise IntegrityError(f"{path} is damaged: {error}; delete it") from None
 
 
-def _facts(config: Config, history: History) -> dict[str, Any]:
+def _facts(config: Config, history: History, passport: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name": config.name,
         "fingerprint": config.fingerprint,
@@ -231,7 +244,7 @@ def _facts(config: Config, history: History) -> dict[str, Any]:
         "starts_from": config.model.weights_sha256 or "scratch",
         "rounds": history.rounds,
         "diverged_at": history.diverged_at,
-        "passport": dict(federation_of(config).passport),
+        "passport": dict(passport),
         "exchanges_per_client": history.exchanges,
         "bytes_down_per_client": history.bytes_down,
         "bytes_up_per_client": history.bytes_up,

@@ -85,6 +85,7 @@ class Server:
     transport: Transport
     refused: list[Refusal] = field(default_factory=list)
     typical_loss: float = 0.0  # the largest median loss of any round so far
+    begun: bool = False
 
     def round(self, state: State, score: bool = False) -> tuple[Outcome, Good]:
         """Round `state.round`, and the replies that made it; `score`: with their own models'."""
@@ -170,7 +171,9 @@ class Server:
     def _invited(self, t: int, attempt: int) -> list[int]:
         """Drawn from those that are there: from all clients, if all are."""
         least = self.settings.min_replies
-        present = sorted(set(self.transport.present(least, self.settings.patience)))
+        wanted = least if self.begun else max(self.clients, least)  # at first, wait for everyone
+        present = sorted(set(self.transport.present(wanted, self.settings.patience)))
+        self.begun = True
         if len(present) < least:
             raise TooFew(f"{len(present)} clients are there, {least} are needed")
         number = min(self.participation.number, len(present))

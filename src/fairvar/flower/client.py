@@ -1,0 +1,83 @@
+"""The ClientApp. A node's configuration says which client it is and where its data lie:
+
+    flower-supernode … --node-config 'client=3 data="/data/ward.npz"'
+
+Without `data`, client i holds part i of the embedded set that the run names (Flower's own
+`partition-id` is understood as well). Nothing is kept between messages: Flower starts a process for
+each, and may start it elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from fairvar.data import IID, build_federation
+from fairvar.data.sources import load
+from fairvar.errors import BadInput
+from fairvar.experiment import federation_of
+from fairvar.federated.client import Client
+from fairvar.federated.local import only
+from fairvar.federated.messages import Message as Plain
+from fairvar.federated.messages import Stamp
+from fairvar.federation import Federation
+from fairvar.flower import Model
+from fairvar.flower.setup import Setup, read_setup
+from fairvar.flower.wire import from_records, to_records
+
+
+def make_client_app(model: Model | None) -> ClientApp:
+    app = ClientApp()
+
+    def answer(message: Message, context: Context) -> Message:
+        client = node_client(context, model)
+        reply = client.answer(from_records(message.content))
+        return Message(to_records(reply), reply_to=message)
+
+    def hello(message: Message, context: Context) -> Message:
+        me = Plain(Stamp("probe", -1), client_id(context.node_config))
+        return Message(to_records(me), reply_to=message)
+
+    app.query("hello")(hello)
+    app.query("probe")(answer)
+    app.train()(answer)
+    app.evaluate()(answer)
+    return app
+
+
+def node_client(context: Context, model: Model | None) -> Client:
+    setup = read_setup(context.run_config, model)
+    torch.set_num_threads(setup.config.train.threads)  # as a simulated run does: the same last bits
+    number, agreed = client_id(context.node_config), setup.agreed
+    data = node_data(setup, number, context.node_config)
+    return Client(number, data, agreed.model, agreed.method, agreed.loss, agreed.train)
+
+
+def client_id(node_config: Mapping[str, Any]) -> int:
+    given = node_config.get("client", node_config.get("partition-id"))
+    if type(given) is not int or given < 0:
+        raise BadInput(
+            f"this node's client id is {given!r}; start it with --node-config 'client=0'"
+        )
+    return given
+
+
+def node_data(setup: Setup, client: int, node_config: Mapping[str, Any]) -> Federation:
+    """A federation of this client alone, from its own files or from the embedded set."""
+    config, place = setup.config.data, node_config.get("data")
+    if not setup.own_data:
+        return only(federation_of(setup.config), client)
+    if not isinstance(place, str):
+        raise BadInput(f"the run trains on nodes' own {config.name} data; start this node with "
+                       "--node-config 'data=\"/path\"'")  # fmt: skip
+    dataset = load(config.name, place)
+    found = build_federation(dataset, 1, IID(), config.seed, config.split, "split")
+    if found.input_shape != setup.agreed.input_shape:
+        raise BadInput(f"samples in {place} have shape {found.input_shape}, the run expects "
+                       f"{setup.agreed.input_shape}")  # fmt: skip
+    return replace(found, classes=setup.agreed.classes)

@@ -1,0 +1,111 @@
+"""Flower's grid as a transport: our own push and pull, since the stock loop looks every 3 seconds.
+
+Nodes are known by their client id, which is theirs for good: a node that is started anew may get
+another node id. So every new node is asked once who it is (`hello`), and one that did not answer in
+time is asked again before it gets more work. Nobody waits for nodes that are not needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from flwr.app import Message as Envelope
+from flwr.app import RecordDict
+from flwr.serverapp import Grid
+
+from fairvar.federated.guard import Arrival, Reason
+from fairvar.federated.messages import Message
+from fairvar.flower.wire import HELLO, KINDS, from_records, to_records
+
+LOG = logging.getLogger("fairvar")
+PAUSE = 0.1  # seconds between looks; a look costs about 10 ms
+HELLO_LIFE = 3600.0  # seconds; a node that is busy or away may answer late
+
+
+class GridTransport:
+    """Clients behind a Flower grid."""
+
+    name = "flower"
+
+    def __init__(self, grid: Grid, clients: int) -> None:
+        self.grid, self.clients = grid, clients
+        self.nodes: dict[int, int] = {}  # client id → node id
+        self.greeted: dict[str, int] = {}  # hello messages under way → node id
+
+    def present(self, at_least: int, seconds: float) -> Sequence[int]:
+        end = time.monotonic() + seconds
+        while True:
+            self._welcome()
+            if len(self.nodes) >= min(at_least, self.clients) or time.monotonic() >= end:
+                return sorted(self.nodes)
+            time.sleep(PAUSE)
+
+    def exchange(self, requests: Sequence[Message], seconds: float) -> Iterator[Arrival]:
+        sent = {r.client: r for r in requests if r.client in self.nodes}
+        envelopes = [
+            Envelope(to_records(r), self.nodes[c], KINDS[r.stamp.exchange], ttl=seconds)
+            for c, r in sent.items()
+        ]
+        waiting = dict(zip(self.grid.push_messages(envelopes), sent, strict=True))
+        end = time.monotonic() + seconds
+        while waiting and time.monotonic() < end:
+            for reply in self._pull(waiting):
+                yield self._arrival(waiting.pop(reply.metadata.reply_to_message_id), reply)
+            if waiting:
+                time.sleep(PAUSE)
+        for client in waiting.values():
+            self.nodes.pop(client, None)  # whoever is late must say hello again
+
+    def _arrival(self, client: int, reply: Envelope) -> Arrival:
+        if reply.has_error():
+            self.nodes.pop(client, None)
+            return Arrival(client, None, Reason.ERROR, _short(reply))
+        try:
+            return Arrival(client, from_records(reply.content))
+        except ValueError as error:
+            return Arrival(client, None, Reason.FORMAT, str(error))
+
+    def _welcome(self) -> None:
+        """Find out who the new nodes are, without waiting for any of them."""
+        listed = set(self.grid.get_node_ids())
+        self.nodes = {c: n for c, n in self.nodes.items() if n in listed}
+        known = {*self.nodes.values(), *self.greeted.values()}
+        hello = [Envelope(RecordDict(), n, HELLO, ttl=HELLO_LIFE) for n in sorted(listed - known)]
+        if hello:
+            nodes = [e.metadata.dst_node_id for e in hello]
+            self.greeted |= dict(zip(self.grid.push_messages(hello), nodes, strict=True))
+        for reply in self._pull(self.greeted):
+            self._meet(self.greeted.pop(reply.metadata.reply_to_message_id), reply)
+
+    def _meet(self, node: int, reply: Envelope) -> None:
+        if reply.has_error():
+            LOG.warning("node %s did not say who it is: %s", node, _short(reply))
+            return
+        try:
+            client = from_records(reply.content).client
+        except ValueError as error:
+            LOG.warning("node %s did not say who it is: %s", node, error)
+            return
+        if type(client) is not int or not 0 <= client < self.clients:
+            LOG.warning("node %s says it is client %r; clients are 0 … %s: refused",
+                        node, client, self.clients - 1)  # fmt: skip
+        elif client in self.nodes:
+            LOG.warning("node %s says it is client %s, which node %s is: refused",
+                        node, client, self.nodes[client])  # fmt: skip
+        else:
+            self.nodes[client] = node
+
+    def _pull(self, ids: Iterable[str]) -> list[Envelope]:
+        """Replies that have come, matched by the message they answer (never by their sender: an
+        error may come from the SuperLink)."""
+        asked = set(ids)
+        if not asked:
+            return []
+        found = self.grid.pull_messages(asked)
+        return [reply for reply in found if reply.metadata.reply_to_message_id in asked]
+
+
+def _short(reply: Envelope) -> str:
+    return f"Flower's error {reply.error.code}: {reply.error.reason or ''}"[:300].strip()

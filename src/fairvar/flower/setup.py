@@ -1,0 +1,139 @@
+"""A Flower app's run configuration as a `Config`: what the server and every node agree on.
+
+Flower's run configuration is flat and of fixed keys; everything else goes into two strings:
+
+    method = "fairgrad"                  any name of `fairvar methods`
+    method-options = "strength=0.1 exact=true"
+    data = "digits"                      an embedded set (node i holds part i), or "npz", "folder":
+                                         every node's own files
+    clients = 5                          all that may ever take part
+    rounds = 3                           in all; a run that starts from a state counts its rounds
+    options = "train.batch_size=16 federation.deadline=60"    any other key of a fairvar file
+    input-shape = "64", classes = 10     of one sample: only for nodes' own files
+    out = "runs"                         where the server writes the run
+    start = ""                           the folder of a finished run to start from
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fairvar.config import Config, merge_overrides, refuse_unknown
+from fairvar.data.sources import OWN
+from fairvar.errors import BadInput
+from fairvar.experiment import federation_of, initial_model
+from fairvar.federated.run import Agreement
+from fairvar.federated.settings import FederationSettings
+from fairvar.flower import Model
+
+PLACES = {
+    "method": "method.name",
+    "data": "data.name",
+    "clients": "data.clients",
+    "model": "model.name",
+    "rounds": "train.rounds",
+    "lr": "train.lr",
+    "seed": "train.seed",
+}
+TEXTS = ("method-options", "options", "input-shape", "out", "start")
+KNOWN = dict.fromkeys((*PLACES, *TEXTS, "classes"), object)
+
+
+@dataclass(frozen=True)
+class Setup:
+    config: Config
+    rules: FederationSettings
+    agreed: Agreement
+    out: Path
+    start: Path | None
+
+    @property
+    def own_data(self) -> bool:
+        """The nodes' own files: nobody else knows how many samples there are, or of what."""
+        return self.config.data.name in OWN
+
+
+def read_setup(run_config: Mapping[str, Any], model: Model | None = None) -> Setup:
+    """Check the run configuration, on the server and on every node alike."""
+    refuse_unknown(run_config, KNOWN, "")
+    usual = msgspec.to_builtins(Config().partition)
+    values: dict[str, Any] = {"method": {}, "partition": usual}
+    for key, place in PLACES.items():
+        if key in run_config:
+            section, _, name = place.partition(".")
+            values.setdefault(section, {})[name] = run_config[key]
+    texts = {key: str(run_config.get(key, "")) for key in TEXTS}
+    overrides = [f"method.{text}" for text in _words(texts["method-options"], "method-options")]
+    values = merge_overrides(values, [*overrides, *_words(texts["options"], "options")])
+    rules = _rules(values.pop("federation", {}))
+    config = Config.from_dict(values)
+    return Setup(
+        config=config,
+        rules=rules,
+        agreed=_agreement(config, model, texts["input-shape"], run_config.get("classes")),
+        out=Path(texts["out"] or "runs"),
+        start=Path(texts["start"]) if texts["start"] else None,
+    )
+
+
+def _words(text: str, where: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise BadInput(f"{where} = {text!r} cannot be read: {error}") from None
+
+
+def _rules(values: Any) -> FederationSettings:
+    if not isinstance(values, dict):
+        raise BadInput(f"federation = {values!r} must be keys such as federation.deadline=60")
+    fields = msgspec.structs.fields(FederationSettings)
+    refuse_unknown(values, {f.name: f.type for f in fields}, "federation")
+    return FederationSettings(**values)
+
+
+def _agreement(
+    config: Config, model: Model | None, input_shape: str, classes: int | None
+) -> Agreement:
+    if config.data.name in OWN:
+        shape = _shape(input_shape)
+        if classes is None:
+            raise BadInput("nodes with their own data need `classes` in the run configuration")
+    else:
+        data = federation_of(config)
+        shape, classes = data.input_shape, data.classes
+    return Agreement(
+        model=_module(config, model, shape, classes),
+        method=config.method,
+        loss=config.model.loss,
+        train=config.train,
+        evaluate=config.evaluate,
+        clients=config.data.clients,
+        input_shape=shape,
+        classes=classes,
+    )
+
+
+def _module(
+    config: Config, model: Model | None, shape: tuple[int, ...], classes: int | None
+) -> Any:
+    if model is not None:
+        return model()
+    return initial_model(config, shape, classes or 1)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise BadInput(
+            f"input-shape = {text!r}; give the shape of one sample, such as 64 or 1,28,28"
+        )
+    return shape

@@ -1,0 +1,72 @@
+"""A Flower grid in this process: messages go through Flower's own serialisation to a ClientApp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+from fairvar.flower import client_app
+
+# Flower sets these in the processes that it starts.
+TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+Spoil = Callable[[int, Message], Message | None]  # (node, reply) → what arrives
+
+
+class InProcessGrid(Grid):
+    """Nodes answer at once. `spoil` may change or lose a reply; `clients` maps node to client."""
+
+    run = None  # type: ignore[assignment]
+
+    def __init__(self, run_config: dict, clients: dict[int, int], spoil: Spoil | None = None):
+        self.run_config, self.clients, self.spoil = run_config, clients, spoil
+        self.app = client_app()
+        self.replies: dict[str, Message] = {}
+        self.sent = 0
+
+    def set_run(self, run: object) -> None:
+        raise NotImplementedError
+
+    def create_message(self, *args: object, **kwargs: object) -> Message:
+        raise NotImplementedError
+
+    def send_and_receive(self, messages: object, *, timeout: float | None = None) -> list[Message]:
+        raise AssertionError("fairvar has its own loop")
+
+    def get_node_ids(self) -> list[int]:
+        return list(self.clients)
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        ids = []
+        for message in messages:
+            self.sent += 1
+            message.metadata.__dict__["_message_id"] = f"message-{self.sent}"
+            ids.append(message.metadata.message_id)
+            reply = self._ask(message)
+            if reply is not None:
+                self.replies[ids[-1]] = reply
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        return [self.replies.pop(i) for i in list(message_ids) if i in self.replies]
+
+    def _ask(self, message: Message) -> Message | None:
+        node = message.metadata.dst_node_id
+        config = {"partition-id": self.clients[node]}
+        context = Context(1, node, config, RecordDict(), dict(self.run_config), 1)
+        try:
+            reply = self.app(_travelled(message), context)
+        except Exception as error:  # as Flower does with any exception of an app
+            reply = Message(Error(2, repr(error)), reply_to=message)
+        reply = _travelled(reply)
+        return reply if self.spoil is None else self.spoil(node, reply)
+
+
+def _travelled(message: Message) -> Message:
+    """What remains of a message after the wire."""
+    raw = message_to_proto(message).SerializeToString()
+    return message_from_proto(ProtoMessage.FromString(raw))

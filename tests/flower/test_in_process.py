@@ -1,0 +1,203 @@
+"""fairvar's ServerApp and ClientApp over Flower's messages, without Flower's processes.
+
+Reference loop = engine = Flower for every method: equal bit by bit to the reference loop in float64
+with full batches, to the vectorised engine within 1e-10 relative.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import Array, Message
+from grids import InProcessGrid, Spoil
+
+import fairvar as fv
+from checks import METHODS, OPTIONS
+from fairvar.experiment import StoredRun, federation_of, model_of
+from fairvar.flower.server import run_on
+from fairvar.flower.setup import read_setup
+from fairvar.methods.base import Method
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "flower_app"
+DEFAULT = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+
+
+def run_config(method: Method, out: Path, options: str = "", **more: object) -> dict:
+    fields = {f: getattr(method, f) for f in method.__struct_fields__}
+    given = " ".join(
+        f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in fields.items()
+    )
+    tag = type(method).__struct_config__.tag
+    few = f"train.dtype=float64 partition.alpha=0.3 evaluate.every=2 {options}"
+    return {
+        **DEFAULT,
+        "method": tag,
+        "method-options": given,
+        "out": str(out),
+        "options": few,
+        **more,
+    }
+
+
+def run(
+    config: dict, spoil: Spoil | None = None, clients: dict[int, int] | None = None
+) -> StoredRun:
+    nodes = clients or {100 + 7 * i: i for i in range(5)}
+    return StoredRun.open(run_on(InProcessGrid(config, nodes, spoil), read_setup(config)))
+
+
+def expected(stored: StoredRun, engine: str = "reference", **more: object) -> fv.History:
+    config, data = stored.config, federation_of(stored.config)
+    given: dict = {"rounds": 3, "lr": 0.1, "dtype": torch.float64, "engine": engine, **more}
+    return fv.train(model_of(config, data), data, config.method, **given)
+
+
+@pytest.mark.parametrize("method", METHODS + OPTIONS, ids=repr)
+def test_reference_engine_and_flower_agree(method: fv.Method, tmp_path: Path) -> None:
+    stored = run(run_config(method, tmp_path))
+    assert stored.config.method == method
+    history = stored.history()
+    reference, engine = expected(stored).state, expected(stored, "auto").state
+    for name, leaf in reference.params.items():
+        assert torch.equal(history.state.params[name], leaf), name
+        gap = float((engine.params[name] - leaf).norm() / leaf.norm())
+        assert gap <= 1e-10, name
+    assert history.birth["engine"] == "flower"
+    assert (stored.folder / "refused.csv").read_text().count("\n") == 1
+
+
+def test_several_local_steps(tmp_path: Path) -> None:
+    more = "train.batch_size=16 train.local_epochs=1"
+    stored = run(run_config(fv.FairGrad(0.1, exact=True), tmp_path, more))
+    reference = expected(stored, batch_size=16, local_epochs=1)
+    for name, leaf in reference.state.params.items():
+        torch.testing.assert_close(
+            stored.history().state.params[name], leaf, rtol=1e-12, atol=1e-14
+        )
+
+
+def test_an_error_belongs_to_the_message_it_answers(tmp_path: Path) -> None:
+    """Flower sends some errors in the SuperLink's name; the round goes on without that client."""
+
+    def fails(node: int, reply: Message) -> Message:
+        if node == 107 and reply.metadata.message_type == "train":
+            return _error(reply)
+        return reply
+
+    stored = run(run_config(fv.AFL(), tmp_path), fails)
+    weights = stored.history().weights
+    assert bool((weights[:, 1] == 0).all())
+    assert bool((weights[:, [0, 2, 3, 4]] > 0).all())
+    rows = (stored.folder / "refused.csv").read_text().splitlines()[1:]
+    assert len(rows) == 3
+    assert all(",train,1,error," in row and "Flower's error 5" in row for row in rows)
+
+
+def _error(reply: Message) -> Message:
+    from flwr.app import Error
+
+    lost = Message(Error(5, "node unavailable"), reply_to=reply)
+    lost.metadata.__dict__["_reply_to_message_id"] = reply.metadata.reply_to_message_id
+    lost.metadata.__dict__["_src_node_id"] = 1
+    return lost
+
+
+@pytest.mark.parametrize("kind", ["pickle", "strings", "no records", "text for a number"])
+def test_replies_that_are_no_messages(kind: str, tmp_path: Path) -> None:
+    def spoils(node: int, reply: Message) -> Message:
+        if node == 107 and reply.metadata.message_type == "train":
+            arrays = reply.content.array_records["arrays"]
+            name = next(iter(arrays))
+            if kind == "pickle":
+                arrays[name] = Array("float64", (1,), "numpy.ndarray", b"\x80\x04N.")
+            elif kind == "strings":
+                import numpy as np
+
+                arrays[name] = Array(np.array(["a"]))
+            elif kind == "no records":
+                del reply.content["arrays"]
+            else:
+                reply.content.config_records["message"]["number/samples"] = "many"
+        return reply
+
+    stored = run(run_config(fv.FedAvg(), tmp_path), spoils)
+    assert set(stored.manifest["birth"]["refused"]) <= {"format", "samples"}
+    assert sum(stored.manifest["birth"]["refused"].values()) == 3
+    assert bool((stored.history().weights[:, 1] == 0).all())
+
+
+def test_two_nodes_of_one_client_and_an_impossible_one(tmp_path: Path) -> None:
+    clients = {10: 0, 11: 1, 12: 2, 13: 3, 14: 4, 15: 2, 16: 77}
+    stored = run(run_config(fv.FedAvg(), tmp_path), clients=clients)
+    for name, leaf in expected(stored).state.params.items():
+        assert torch.equal(stored.history().state.params[name], leaf)
+
+
+def test_from_simulation_to_deployment(tmp_path: Path) -> None:
+    """A run that starts from a stored state ends where an uninterrupted one does."""
+    method = fv.FairLoss(0.5)
+    first = run(run_config(method, tmp_path / "a", rounds=2))
+    second = run(run_config(method, tmp_path / "b", rounds=5, start=str(first.folder)))
+    for name, leaf in expected(second, rounds=5).state.params.items():
+        assert torch.equal(second.history().state.params[name], leaf)
+
+
+def test_a_killed_server_is_resumed(tmp_path: Path) -> None:
+    class Killed(Exception):
+        pass
+
+    calls = 0
+
+    def dies(node: int, reply: Message) -> Message:
+        nonlocal calls
+        calls += reply.metadata.message_type == "train"
+        if calls == 12:  # in the third of five rounds
+            raise Killed
+        return reply
+
+    config = run_config(fv.AFL(), tmp_path, rounds=5)
+    with pytest.raises(Killed):
+        run(config, dies)
+    stored = run(config)
+    for name, leaf in expected(stored, rounds=5).state.params.items():
+        assert torch.equal(stored.history().state.params[name], leaf)
+    assert stored.history().rounds == 5
+
+
+def test_what_a_run_reveals(tmp_path: Path) -> None:
+    """Losses travel only where the method says that it needs them."""
+    seen = set()
+
+    def listens(node: int, reply: Message) -> Message:
+        if reply.metadata.message_type != "evaluate" and not reply.has_error():
+            seen.update(reply.content.config_records["message"])
+        return reply
+
+    run(run_config(fv.FairGrad(0.1, exact=True), tmp_path, "evaluate.local=false"), listens)
+    assert "number/loss" not in seen
+    run(run_config(fv.AFL(), tmp_path, "evaluate.local=false"), listens)
+    assert "number/loss" in seen
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": "fairgrod"}, "did you mean 'fairgrad'"),
+        ({"method-options": "strengh=1"}, "unknown key method.strengh"),
+        ({"options": "federation.dedline=3"}, "unknown key federation.dedline"),
+        ({"rond": 3}, "unknown key rond"),
+        ({"data": "npz"}, "input-shape = ''"),
+        ({"rounds": 0}, "train.rounds"),
+        ({"options": "'"}, "cannot be read"),
+    ],
+)
+def test_a_bad_run_configuration_is_refused(change: dict, message: str, tmp_path: Path) -> None:
+    config = run_config(fv.FairGrad(0.1), tmp_path) | change
+    with pytest.raises(fv.BadInput, match=message):
+        read_setup(config)
