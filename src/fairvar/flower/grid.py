@@ -19,7 +19,7 @@ from fairvar.federated.guard import Arrival, Reason
 from fairvar.federated.messages import Message
 from fairvar.flower.wire import HELLO, KINDS, from_records, to_records
 
-LOG = logging.getLogger("fairvar")
+LOG = logging.getLogger("flwr.fairvar")
 PAUSE = 0.1  # seconds between looks; a look costs about 10 ms
 HELLO_LIFE = 3600.0  # seconds; a node that is busy or away may answer late
 

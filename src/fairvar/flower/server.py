@@ -25,7 +25,7 @@ from fairvar.flower.grid import GridTransport
 from fairvar.flower.setup import Setup, read_setup
 from fairvar.store import check_writable, is_complete, read_manifest, read_sealed, write_checkpoint
 
-LOG = logging.getLogger("fairvar")
+LOG = logging.getLogger("flwr.fairvar")
 
 
 def make_server_app(model: Model | None) -> ServerApp:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from fairvar.config import Config, merge_overrides, refuse_unknown
 from fairvar.data.sources import OWN
@@ -123,7 +124,9 @@ def _module(
     config: Config, model: Model | None, shape: tuple[int, ...], classes: int | None
 ) -> Any:
     if model is not None:
-        return model()
+        with torch.random.fork_rng(devices=[]):  # the server's first model is the seed's
+            torch.manual_seed(config.train.seed)
+            return model()
     return initial_model(config, shape, classes or 1)
 
 

@@ -1,0 +1,42 @@
+"""`fairvar flower new|keys`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cyclopts import App
+
+from fairvar.cli.common import app
+
+flower = App(name="flower", help="Real federations on Flower: an app of your own, keys for nodes.")
+app.command(flower)
+
+
+@flower.command(name="new")
+def flower_new(folder: Path) -> None:
+    """Write a Flower app that trains with fairvar; put your model into it.
+
+    Args:
+        folder: where to; its last part names the app.
+    """
+    from fairvar.flower.new import new_app
+
+    print(*new_app(folder), sep="\n")
+
+
+@flower.command(name="keys")
+def flower_keys(folder: Path, *, nodes: int, host: list[str], days: int = 365) -> None:
+    """Make a certificate authority, the server's certificate and a key pair for every node.
+
+    Args:
+        folder: where to; keys are never overwritten.
+        nodes: how many nodes will take part.
+        host: a name or address of the server, as nodes write it; may be given several times.
+        days: how long the certificates are good.
+    """
+    from fairvar.flower import require_flower
+
+    require_flower()
+    from fairvar.flower.keys import make_keys
+
+    print(*make_keys(folder, nodes, host, days), sep="\n")

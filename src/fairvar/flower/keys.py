@@ -1,0 +1,118 @@
+"""Keys for a deployment: a certificate authority, the server's certificate, a key pair per node.
+
+Private files are readable by their owner only; `ca.key` is needed for new certificates
+alone and belongs off the server."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fairvar.errors import BadInput, RunFailed
+
+Key = ec.EllipticCurvePrivateKey
+
+
+def make_keys(folder: Path, nodes: int, hosts: Sequence[str], days: int = 365) -> list[Path]:
+    """ca.crt, ca.key, server.pem, server.key (for these host names and addresses), node-0 …"""
+    if folder.exists() and any(folder.iterdir()):
+        raise BadInput(f"{folder} is not empty; keys are never overwritten: choose another folder")
+    if nodes < 1 or days < 1 or not hosts:
+        raise BadInput("keys need at least one node, one day and one host name of the server")
+    authority, server = _key(), _key()
+    root = _certificate(authority, "fairvar authority", authority, "fairvar authority", days, None)
+    leaf = _certificate(server, hosts[0], authority, "fairvar authority", days, hosts)
+    pem = serialization.Encoding.PEM
+    public: dict[str, bytes] = {
+        "ca.crt": root.public_bytes(pem),
+        "server.pem": leaf.public_bytes(pem),
+    }
+    private: dict[str, bytes] = {"ca.key": _pkcs8(authority), "server.key": _pkcs8(server)}
+    for number in range(nodes):
+        key = _key()
+        private[f"node-{number}"] = key.private_bytes(
+            pem, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+        )
+        public[f"node-{number}.pub"] = key.public_key().public_bytes(
+            serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+        )
+    return [_write(folder / name, content, 0o600) for name, content in private.items()] + [
+        _write(folder / name, content, 0o644) for name, content in public.items()
+    ]
+
+
+def _key() -> Key:
+    return ec.generate_private_key(ec.SECP384R1())
+
+
+def _pkcs8(key: Key) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+
+
+def _certificate(
+    key: Key, name: str, signer: Key, issuer: str, days: int, hosts: Sequence[str] | None
+) -> x509.Certificate:
+    """Of an authority if there are no hosts, of a server that answers to these otherwise."""
+    now = datetime.now(UTC)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(_named(name))
+        .issuer_name(_named(issuer))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(minutes=5))
+        .not_valid_after(now + timedelta(days=days))
+        .add_extension(x509.BasicConstraints(ca=hosts is None, path_length=None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
+        )
+        .add_extension(_usage(hosts is None), critical=True)
+    )
+    if hosts is not None:
+        names = x509.SubjectAlternativeName([_host(host) for host in hosts])
+        serves = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH])
+        builder = builder.add_extension(names, critical=False)
+        builder = builder.add_extension(serves, critical=False)
+    return builder.sign(signer, hashes.SHA384())
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _usage(authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not authority, key_cert_sign=authority, crl_sign=authority,
+        content_commitment=False, key_encipherment=False, data_encipherment=False,
+        key_agreement=False, encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _write(path: Path, content: bytes, mode: int) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+    except OSError as error:
+        raise RunFailed(f"cannot write {path}: {error.strerror or error}") from None
+    return path
