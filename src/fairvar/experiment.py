@@ -26,6 +26,7 @@ from fairvar.archive import (
 )
 from fairvar.config import Config
 from fairvar.data import load_federation
+from fairvar.engine.state import State
 from fairvar.engine.train import Checkpoint, run_rounds
 from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
 from fairvar.federation import Federation
@@ -285,11 +286,14 @@ class StoredRun:
         return StoredRun(folder, Config.from_toml(text), manifest)
 
     def history(self) -> History:
-        state = self._read("state.safetensors", unpack_state)
+        state = self.state()
         return self._read(
             "history.safetensors",
             lambda content: unpack_history(content, state, self.config.method, self.manifest),
         )
+
+    def state(self) -> State:
+        return self._read("state.safetensors", unpack_state)
 
     def _read(self, name: str, unpack: Callable[[bytes], T]) -> T:
         content = read_sealed(self.folder, self.manifest, name)

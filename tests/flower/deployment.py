@@ -1,5 +1,5 @@
-"""A real deployment on this machine's loopback: a SuperLink and SuperNodes as processes of their own,
-under TLS with authentication, with the keys that `fairvar flower keys` makes."""
+"""A real deployment on this machine's loopback: a SuperLink and SuperNodes as processes of their
+own, under TLS with authentication, with the keys that `fairvar flower keys` makes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""A SuperLink and five SuperNodes on loopback, under TLS with authentication: what they train is what
-the reference loop trains with the same participants, also when a node is killed on the way.
+"""A SuperLink and five SuperNodes on loopback, under TLS with authentication: they train what the
+reference loop trains with the same participants, also when a node is killed on the way.
 
 Flower starts a process for every message, which imports torch: an exchange takes several seconds.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -38,16 +40,12 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 
 def setup_of(deployed: Deployment, **changes: object) -> Setup:
-    import tomllib
-
     text = (deployed.app / "pyproject.toml").read_text()
     config = tomllib.loads(text)["tool"]["flwr"]["app"]["config"]
     return read_setup(config | changes, _model(deployed))
 
 
 def _model(deployed: Deployment):
-    import importlib.util
-
     place = deployed.app / deployed.app.name / "model.py"
     spec = importlib.util.spec_from_file_location("trial_model", place)
     module = importlib.util.module_from_spec(spec)

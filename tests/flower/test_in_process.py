@@ -9,12 +9,13 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import Array, Message
+from flwr.app import Array, Error, Message
 from grids import InProcessGrid, Spoil
 
 import fairvar as fv
@@ -25,7 +26,9 @@ from fairvar.flower.setup import read_setup
 from fairvar.methods.base import Method
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower_app"
-DEFAULT = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+DEFAULT = {"model": "multinomial"} | tomllib.loads((EXAMPLE / "pyproject.toml").read_text())[
+    "tool"
+]["flwr"]["app"]["config"]
 
 
 def run_config(method: Method, out: Path, options: str = "", **more: object) -> dict:
@@ -100,8 +103,6 @@ def test_an_error_belongs_to_the_message_it_answers(tmp_path: Path) -> None:
 
 
 def _error(reply: Message) -> Message:
-    from flwr.app import Error
-
     lost = Message(Error(5, "node unavailable"), reply_to=reply)
     lost.metadata.__dict__["_reply_to_message_id"] = reply.metadata.reply_to_message_id
     lost.metadata.__dict__["_src_node_id"] = 1
@@ -117,8 +118,6 @@ def test_replies_that_are_no_messages(kind: str, tmp_path: Path) -> None:
             if kind == "pickle":
                 arrays[name] = Array("float64", (1,), "numpy.ndarray", b"\x80\x04N.")
             elif kind == "strings":
-                import numpy as np
-
                 arrays[name] = Array(np.array(["a"]))
             elif kind == "no records":
                 del reply.content["arrays"]
@@ -146,6 +145,30 @@ def test_from_simulation_to_deployment(tmp_path: Path) -> None:
     second = run(run_config(method, tmp_path / "b", rounds=5, start=str(first.folder)))
     for name, leaf in expected(second, rounds=5).state.params.items():
         assert torch.equal(second.history().state.params[name], leaf)
+
+
+def test_a_model_of_another_method_is_a_start(tmp_path: Path) -> None:
+    """Its weights are used; what the other method remembered is not."""
+    first = run(run_config(fv.FedAvg(), tmp_path / "a", rounds=2))
+    second = run(run_config(fv.AFL(), tmp_path / "b", rounds=3, start=str(first.folder)))
+    state, data = first.history().state, federation_of(first.config)
+    module = model_of(first.config, data).double()
+    module.load_state_dict(state.params)
+    more: dict = {"lr": 0.1, "dtype": torch.float64, "engine": "reference"}
+    alone = fv.train(module, data, fv.AFL(), rounds=1, **more)
+    for name, leaf in alone.state.params.items():
+        assert torch.equal(second.history().state.params[name], leaf)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"rounds": 2}, "give more than 2"), ({"model": "2nn"}, "is not the app's")],
+)
+def test_a_start_that_does_not_fit_is_refused(change: dict, message: str, tmp_path: Path) -> None:
+    first = run(run_config(fv.FedAvg(), tmp_path / "a", rounds=2))
+    config = run_config(fv.FedAvg(), tmp_path / "b", rounds=3, start=str(first.folder)) | change
+    with pytest.raises(fv.BadInput, match=message):
+        run(config)
 
 
 def test_a_killed_server_is_resumed(tmp_path: Path) -> None:
@@ -195,6 +218,7 @@ def test_what_a_run_reveals(tmp_path: Path) -> None:
         ({"data": "npz"}, "input-shape = ''"),
         ({"rounds": 0}, "train.rounds"),
         ({"options": "'"}, "cannot be read"),
+        ({"secure-aggregation": True}, "unprotected"),
     ],
 )
 def test_a_bad_run_configuration_is_refused(change: dict, message: str, tmp_path: Path) -> None:

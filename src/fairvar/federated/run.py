@@ -61,9 +61,7 @@ def federate(
     """Train with the clients behind `transport`; continues from `start`."""
     started, settings = time.perf_counter(), agreed.train
     run = _server_run(agreed)
-    initial = run.task
-    fresh = initial_state(agreed.method, initial.params, initial.buffers, agreed.clients)
-    state = fresh if start is None else start.state
+    state = _fresh(run) if start is None else start.state
     book = Book(run, None if start is None else start.tables)
     server = Server(
         method=agreed.method,
@@ -96,6 +94,15 @@ def federate(
     birth = birth_certificate(run, settings, transport.name, time.perf_counter() - started)
     birth["refused"] = counted(server.refused)
     return Federated(book.close(state, birth), server.refused)
+
+
+def first_state(agreed: Agreement) -> State:
+    """Where a run starts that starts from nothing."""
+    return _fresh(_server_run(agreed))
+
+
+def _fresh(run: Run) -> State:
+    return initial_state(run.method, run.task.params, run.task.buffers, run.clients)
 
 
 def _server_run(agreed: Agreement) -> Run:

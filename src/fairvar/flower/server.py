@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fairvar.archive import pack_checkpoint, unpack_state
+from fairvar.archive import pack_checkpoint
 from fairvar.engine.train import Checkpoint
 from fairvar.errors import BadInput
-from fairvar.experiment import checkpoints, run_folder, save_run
+from fairvar.experiment import StoredRun, checkpoints, run_folder, save_run
 from fairvar.federated.guard import Refusal
-from fairvar.federated.run import federate
+from fairvar.federated.run import federate, first_state
 from fairvar.flower import Model
 from fairvar.flower.grid import GridTransport
 from fairvar.flower.setup import Setup, read_setup
-from fairvar.store import check_writable, is_complete, read_manifest, read_sealed, write_checkpoint
+from fairvar.store import check_writable, is_complete, write_checkpoint
+from fairvar.tree import Tree
 
 LOG = logging.getLogger("flwr.fairvar")
 
@@ -68,14 +70,23 @@ def _start(setup: Setup, folder: Path) -> Checkpoint | None:
     newest = max(checkpoints(folder), key=lambda c: c.state.round, default=None)
     if newest is not None or setup.start is None:
         return newest
-    manifest = read_manifest(setup.start)
-    if manifest is None:
-        raise BadInput(f"start = {str(setup.start)!r} holds no finished run of fairvar's")
-    state = unpack_state(read_sealed(setup.start, manifest, "state.safetensors"))
+    trained = StoredRun.open(setup.start)
+    state = trained.state()
     if state.round >= setup.config.train.rounds:
         raise BadInput(f"the run to start from has {state.round} rounds already; rounds counts "
                        f"them all: give more than {state.round}")  # fmt: skip
+    fresh = first_state(setup.agreed)
+    for group in ("params", "buffers"):
+        if _shapes(getattr(state, group)) != _shapes(getattr(fresh, group)):
+            raise BadInput(f"the model of {setup.start} is not the app's: their {group} differ")
+    if trained.config.method != setup.config.method:
+        LOG.info("%s trained %s: only its model is used", setup.start, trained.config.method)
+        state = replace(fresh, round=state.round, params=state.params, buffers=state.buffers)
     return Checkpoint(state, None)
+
+
+def _shapes(tree: Tree) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (leaf.shape, leaf.dtype) for name, leaf in tree.items()}
 
 
 def _passport(setup: Setup) -> dict[str, object]:

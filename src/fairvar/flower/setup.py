@@ -43,7 +43,13 @@ PLACES = {
     "seed": "train.seed",
 }
 TEXTS = ("method-options", "options", "input-shape", "out", "start")
-KNOWN = dict.fromkeys((*PLACES, *TEXTS, "classes"), object)
+KNOWN = dict.fromkeys((*PLACES, *TEXTS, "classes", "secure-aggregation"), object)
+# Flower's mod refuses train messages other than its legacy workflow's, and lets all others, such as
+# probes with gradients, pass without a word.
+NO_SECURE_AGGREGATION = (
+    "secure-aggregation = true cannot be kept: Flower's SecAgg+ mod would let the gradients "
+    "of probes pass unprotected; leave it out, docs/deploy.md tells what each method reveals"
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,8 @@ class Setup:
 def read_setup(run_config: Mapping[str, Any], model: Model | None = None) -> Setup:
     """Check the run configuration, on the server and on every node alike."""
     refuse_unknown(run_config, KNOWN, "")
+    if run_config.get("secure-aggregation"):
+        raise BadInput(NO_SECURE_AGGREGATION)
     usual = msgspec.to_builtins(Config().partition)
     values: dict[str, Any] = {"method": {}, "partition": usual}
     for key, place in PLACES.items():
