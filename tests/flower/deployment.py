@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from fairvar.flower.keys import make_keys
@@ -84,7 +85,8 @@ class Deployment:
     def kill(self, name: str) -> None:
         """SIGKILL the process and those that it started."""
         process = self.processes.pop(name)
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
     def run(self, out: Path, config: str, seconds: float = 400) -> subprocess.CompletedProcess[str]:

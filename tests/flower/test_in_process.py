@@ -208,9 +208,44 @@ def test_what_a_run_reveals(tmp_path: Path) -> None:
     assert "number/loss" in seen
 
 
+def test_updates_are_cut_by_flower_and_the_mean_gets_its_noise(tmp_path: Path) -> None:
+    """Without noise, the mean of updates cut to a norm, by hand; with noise, of the right size."""
+    cut = "privacy.clipping_norm=0.01 privacy.noise_multiplier=0.0"
+    stored = run(run_config(fv.FedAvg(), tmp_path, cut, rounds=1))
+    start = read_setup(run_config(fv.FedAvg(), tmp_path)).agreed.model.double()
+    x, data, updates = dict(start.named_parameters()), federation_of(stored.config), []
+    for i in range(5):
+        inputs, targets = data.train.of(i)
+        loss = torch.nn.functional.cross_entropy(start(inputs.double()), targets)
+        update = [0.1 * g for g in torch.autograd.grad(loss, list(x.values()))]
+        norm = torch.cat([u.flatten() for u in update]).norm()
+        assert float(norm) > 0.01
+        updates.append([u * 0.01 / norm for u in update])
+    for k, (name, leaf) in enumerate(x.items()):
+        wanted = leaf.detach() - torch.stack([u[k] for u in updates]).mean(0)
+        torch.testing.assert_close(
+            stored.history().state.params[name], wanted, rtol=1e-10, atol=1e-12
+        )
+    noise = "privacy.clipping_norm=0.01 privacy.noise_multiplier=50.0"
+    loud = run(run_config(fv.FedAvg(), tmp_path / "loud", noise, rounds=1)).history().state.params
+    quiet = stored.history().state.params
+    gap = torch.cat([(loud[n] - quiet[n]).flatten() for n in quiet])
+    assert 0.08 < float(gap.std()) < 0.12  # 50 · 0.01 / 5 replies
+
+
+@pytest.mark.parametrize(
+    "method", [fv.AFL(), fv.FairGrad(0.1), fv.FedAvg(weights="size")], ids=repr
+)
+def test_privacy_is_refused_where_it_would_not_cover(method: fv.Method, tmp_path: Path) -> None:
+    config = run_config(method, tmp_path, "privacy.clipping_norm=1.0")
+    with pytest.raises(fv.BadInput, match="covers the model alone"):
+        run(config)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"options": "privacy.noise_multiplier=1"}, "privacy.clipping_norm is not given"),
         ({"method": "fairgrod"}, "did you mean 'fairgrad'"),
         ({"method-options": "strengh=1"}, "unknown key method.strengh"),
         ({"options": "federation.dedline=3"}, "unknown key federation.dedline"),

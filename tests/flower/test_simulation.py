@@ -1,5 +1,5 @@
-"""Flower's simulation runtime trains what the reference loop trains. (Flower declares another version
-of ray than fairvar's ray extra; this test is there to notice when ours stops working.)"""
+"""Flower's simulation runtime trains what the reference loop trains. (Flower declares another
+version of ray than fairvar's ray extra; this test is there to notice when ours stops working.)"""
 
 from __future__ import annotations
 

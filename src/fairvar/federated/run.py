@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import log
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from fairvar.engine.participation import Participation
 from fairvar.engine.record import Book, Evaluation
 from fairvar.engine.run import Run
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
-from fairvar.engine.state import State, advance, initial_state
+from fairvar.engine.state import Outcome, State, advance, initial_state
 from fairvar.engine.train import Checkpoint, Keep, Progress, birth_certificate, prepare
 from fairvar.federated.client import HELD_OUT
 from fairvar.federated.guard import Refusal, counted
@@ -57,8 +58,10 @@ def federate(
     start: Checkpoint | None = None,
     progress: Progress | None = None,
     keep: Keep | None = None,
+    finish: Callable[[Outcome], Outcome] = lambda outcome: outcome,
 ) -> Federated:
-    """Train with the clients behind `transport`; continues from `start`."""
+    """Train with the clients behind `transport`; continues from `start`. `finish` has the last word
+    on what a round made (such as adding noise)."""
     started, settings = time.perf_counter(), agreed.train
     run = _server_run(agreed)
     state = _fresh(run) if start is None else start.state
@@ -72,13 +75,13 @@ def federate(
         ),
         settings=rules,
         transport=transport,
-        typical_loss=_typical_loss(book),
+        typical_loss=_typical_loss(agreed, book),
     )
     samples = {s: torch.zeros(agreed.clients, dtype=torch.int64) for s in ("train", *HELD_OUT)}
     for t in range(state.round, settings.rounds):
         due = (t + 1) % agreed.evaluate.every == 0 or t + 1 == settings.rounds
         outcome, good = server.round(state, score=due and agreed.evaluate.local)
-        before, state = state, advance(state, outcome)
+        before, state = state, advance(state, finish(outcome))
         if not is_finite(state.params):
             book.diverged_at, state = t, before
             break
@@ -115,10 +118,11 @@ def _server_run(agreed: Agreement) -> Run:
     return prepare(agreed.model, data, agreed.method, agreed.loss, settings).run
 
 
-def _typical_loss(book: Book) -> float:
-    """What the guard knew of the losses when the run was interrupted."""
+def _typical_loss(agreed: Agreement, book: Book) -> float:
+    """The largest median loss of the rounds so far; for classes, at least that of guessing. (Of a
+    model that starts well trained it is tiny: no measure for those that it serves badly.)"""
     medians = [float(loss.nanmedian()) for loss, *_ in book.outcomes]
-    return max((m for m in medians if m == m), default=0.0)
+    return max([log(agreed.classes or 1), *(m for m in medians if m == m)])
 
 
 def _checkpoint(state: State, book: Book) -> Checkpoint:

@@ -18,8 +18,8 @@ class FederationSettings(Checked, frozen=True, kw_only=True):
     patience: Positive = 600.0  # seconds to wait for enough clients to be there
     min_replies: Count = 1  # a round with fewer good replies is repeated …
     repeats: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 3  # … so often, and then the run stops
-    # A loss above so many times the largest median loss of any round counts as that much. Honest
-    # clients are far from it: before training, all of them have the loss of guessing.
+    # A loss counts at most as so many times the largest median loss of any round, or the loss of
+    # guessing among the classes. Honest clients are far from that.
     loss_cap: Annotated[float, msgspec.Meta(ge=1, le=1e9)] = 100.0
     # No client gets a larger part of the sum of weights (in small rounds: twice its fair part).
     weight_cap: Annotated[float, msgspec.Meta(ge=0.5, le=1)] = 0.5

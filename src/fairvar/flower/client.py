@@ -27,6 +27,7 @@ from fairvar.federated.messages import Message as Plain
 from fairvar.federated.messages import Stamp
 from fairvar.federation import Federation
 from fairvar.flower import Model
+from fairvar.flower.privacy import clipped
 from fairvar.flower.setup import Setup, read_setup
 from fairvar.flower.wire import from_records, to_records
 
@@ -45,7 +46,7 @@ def make_client_app(model: Model | None) -> ClientApp:
 
     app.query("hello")(hello)
     app.query("probe")(answer)
-    app.train()(answer)
+    app.train(mods=[clipped])(answer)
     app.evaluate()(answer)
     return app
 

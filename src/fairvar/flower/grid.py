@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from flwr.app import Message as Envelope
 from flwr.app import RecordDict
@@ -29,8 +29,9 @@ class GridTransport:
 
     name = "flower"
 
-    def __init__(self, grid: Grid, clients: int) -> None:
-        self.grid, self.clients = grid, clients
+    def __init__(self, grid: Grid, clients: int, facts: Mapping[str, float] | None = None) -> None:
+        """`facts` go with every train request, for Flower's mods on the node."""
+        self.grid, self.clients, self.facts = grid, clients, facts or {}
         self.nodes: dict[int, int] = {}  # client id → node id
         self.greeted: dict[str, int] = {}  # hello messages under way → node id
 
@@ -44,10 +45,7 @@ class GridTransport:
 
     def exchange(self, requests: Sequence[Message], seconds: float) -> Iterator[Arrival]:
         sent = {r.client: r for r in requests if r.client in self.nodes}
-        envelopes = [
-            Envelope(to_records(r), self.nodes[c], KINDS[r.stamp.exchange], ttl=seconds)
-            for c, r in sent.items()
-        ]
+        envelopes = [self._envelope(r, seconds) for r in sent.values()]
         waiting = dict(zip(self.grid.push_messages(envelopes), sent, strict=True))
         end = time.monotonic() + seconds
         while waiting and time.monotonic() < end:
@@ -57,6 +55,11 @@ class GridTransport:
                 time.sleep(PAUSE)
         for client in waiting.values():
             self.nodes.pop(client, None)  # whoever is late must say hello again
+
+    def _envelope(self, request: Message, seconds: float) -> Envelope:
+        kind = request.stamp.exchange
+        records = to_records(request, self.facts if kind == "train" else None)
+        return Envelope(records, self.nodes[request.client], KINDS[kind], ttl=seconds)
 
     def _arrival(self, client: int, reply: Envelope) -> Arrival:
         if reply.has_error():

@@ -6,23 +6,28 @@ that was saved, whatever happened to the server, its SuperLink or the nodes.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fairvar.archive import pack_checkpoint
+from fairvar.engine.state import State
 from fairvar.engine.train import Checkpoint
 from fairvar.errors import BadInput
 from fairvar.experiment import StoredRun, checkpoints, run_folder, save_run
 from fairvar.federated.guard import Refusal
 from fairvar.federated.run import federate, first_state
+from fairvar.federated.settings import FederationSettings
 from fairvar.flower import Model
 from fairvar.flower.grid import GridTransport
+from fairvar.flower.privacy import check_fits, noisy, request_facts
 from fairvar.flower.setup import Setup, read_setup
 from fairvar.store import check_writable, is_complete, write_checkpoint
 from fairvar.tree import Tree
@@ -44,8 +49,7 @@ def run_on(grid: Grid, setup: Setup) -> Path:
     """All rounds on this grid; the folder of the finished run."""
     check_writable(setup.out)
     torch.set_num_threads(setup.config.train.threads)
-    plain = run_folder(setup.config, setup.out)
-    folder = plain.with_name(f"{plain.name}-flower")
+    folder = folder_of(setup)
     if is_complete(folder):
         LOG.info("this run is finished already: %s", folder)
         return folder
@@ -55,34 +59,69 @@ def run_on(grid: Grid, setup: Setup) -> Path:
         write_checkpoint(folder, done, pack_checkpoint(make()))
         LOG.info("round %s of %s", done, setup.config.train.rounds)
 
-    transport = GridTransport(grid, setup.agreed.clients)
+    privacy = setup.privacy
+    if privacy is not None:
+        check_fits(setup.config.method, first_state(setup.agreed))
     history, refused = federate(
-        setup.agreed, setup.rules, transport, _start(setup, folder), None, keep
+        setup.agreed,
+        setup.rules,
+        GridTransport(grid, setup.agreed.clients, request_facts(privacy)),
+        _start(setup, folder),
+        keep=keep,
+        finish=lambda outcome: outcome if privacy is None else noisy(outcome, privacy),
     )
     passport = _passport(setup) if setup.own_data else None
-    save_run(folder, setup.config, history, passport, {"refused.csv": _table(refused)})
+    more = {"refused.csv": _table(refused), "federation.json": _terms(setup)}
+    save_run(folder, setup.config, history, passport, more)
     LOG.info("the run is in %s", folder)
     return folder
+
+
+def folder_of(setup: Setup) -> Path:
+    """A simulated run's folder has the configuration's fingerprint for a name; this one is beside it.
+    What else decides the numbers (caps, privacy, the start) adds to the name where it is not usual."""
+    plain, usual = run_folder(setup.config, setup.out), FederationSettings()
+    rules = setup.rules
+    same = (rules.loss_cap, rules.weight_cap) == (usual.loss_cap, usual.weight_cap)
+    if same and setup.privacy is None and setup.start is None:
+        return plain.with_name(f"{plain.name}-flower")
+    caps = (rules.loss_cap, rules.weight_cap, rules.largest)
+    digest = hashlib.sha256(msgspec.json.encode([caps, setup.privacy, str(setup.start)]))
+    return plain.with_name(f"{plain.name}-{digest.hexdigest()[:8]}-flower")
+
+
+def _terms(setup: Setup) -> bytes:
+    """Under which rules the run was made."""
+    start = None if setup.start is None else str(setup.start)
+    return msgspec.json.encode(
+        {"federation": setup.rules, "privacy": setup.privacy, "start": start}, order="sorted"
+    )
 
 
 def _start(setup: Setup, folder: Path) -> Checkpoint | None:
     """The newest checkpoint of this run; else the run to start from; else nothing."""
     newest = max(checkpoints(folder), key=lambda c: c.state.round, default=None)
+    fresh = first_state(setup.agreed)
+    if newest is not None:
+        _check_model(newest.state, fresh, folder)
     if newest is not None or setup.start is None:
         return newest
     trained = StoredRun.open(setup.start)
     state = trained.state()
+    _check_model(state, fresh, setup.start)
     if state.round >= setup.config.train.rounds:
         raise BadInput(f"the run to start from has {state.round} rounds already; rounds counts "
                        f"them all: give more than {state.round}")  # fmt: skip
-    fresh = first_state(setup.agreed)
-    for group in ("params", "buffers"):
-        if _shapes(getattr(state, group)) != _shapes(getattr(fresh, group)):
-            raise BadInput(f"the model of {setup.start} is not the app's: their {group} differ")
     if trained.config.method != setup.config.method:
         LOG.info("%s trained %s: only its model is used", setup.start, trained.config.method)
         state = replace(fresh, round=state.round, params=state.params, buffers=state.buffers)
     return Checkpoint(state, None)
+
+
+def _check_model(state: State, fresh: State, where: Path) -> None:
+    for group in ("params", "buffers"):
+        if _shapes(getattr(state, group)) != _shapes(getattr(fresh, group)):
+            raise BadInput(f"the model of {where} is not the app's: their {group} differ")
 
 
 def _shapes(tree: Tree) -> dict[str, tuple[torch.Size, torch.dtype]]:

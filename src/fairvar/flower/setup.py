@@ -20,11 +20,12 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 
+from fairvar.checked import Checked
 from fairvar.config import Config, merge_overrides, refuse_unknown
 from fairvar.data.sources import OWN
 from fairvar.errors import BadInput
@@ -32,7 +33,9 @@ from fairvar.experiment import federation_of, initial_model
 from fairvar.federated.run import Agreement
 from fairvar.federated.settings import FederationSettings
 from fairvar.flower import Model
+from fairvar.flower.privacy import PrivacySettings
 
+S = TypeVar("S", bound=Checked)
 PLACES = {
     "method": "method.name",
     "data": "data.name",
@@ -56,6 +59,7 @@ NO_SECURE_AGGREGATION = (
 class Setup:
     config: Config
     rules: FederationSettings
+    privacy: PrivacySettings | None
     agreed: Agreement
     out: Path
     start: Path | None
@@ -80,11 +84,13 @@ def read_setup(run_config: Mapping[str, Any], model: Model | None = None) -> Set
     texts = {key: str(run_config.get(key, "")) for key in TEXTS}
     overrides = [f"method.{text}" for text in _words(texts["method-options"], "method-options")]
     values = merge_overrides(values, [*overrides, *_words(texts["options"], "options")])
-    rules = _rules(values.pop("federation", {}))
+    rules = _section(FederationSettings, values.pop("federation", {}))
+    private = values.pop("privacy", None)
     config = Config.from_dict(values)
     return Setup(
         config=config,
         rules=rules,
+        privacy=None if private is None else _section(PrivacySettings, private),
         agreed=_agreement(config, model, texts["input-shape"], run_config.get("classes")),
         out=Path(texts["out"] or "runs"),
         start=Path(texts["start"]) if texts["start"] else None,
@@ -98,12 +104,15 @@ def _words(text: str, where: str) -> list[str]:
         raise BadInput(f"{where} = {text!r} cannot be read: {error}") from None
 
 
-def _rules(values: Any) -> FederationSettings:
+def _section(kind: type[S], values: Any) -> S:
+    name, fields = str(kind.__where__), msgspec.structs.fields(kind)
     if not isinstance(values, dict):
-        raise BadInput(f"federation = {values!r} must be keys such as federation.deadline=60")
-    fields = msgspec.structs.fields(FederationSettings)
-    refuse_unknown(values, {f.name: f.type for f in fields}, "federation")
-    return FederationSettings(**values)
+        raise BadInput(f"{name} = {values!r} must be keys such as {name}.{fields[0].name}=60")
+    refuse_unknown(values, {f.name: f.type for f in fields}, name)
+    lacking = [f.name for f in fields if f.required and f.name not in values]
+    if lacking:
+        raise BadInput(f"{name}.{lacking[0]} is not given")
+    return kind(**values)
 
 
 def _agreement(

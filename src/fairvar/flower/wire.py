@@ -6,6 +6,7 @@ plain `train` message, because they act on nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,12 @@ KINDS = {"probe": "query.probe", "train": "train", "evaluate": "evaluate"}  # me
 HELLO = "query.hello"
 
 
-def to_records(message: Message) -> RecordDict:
+def to_records(message: Message, more: Mapping[str, float] | None = None) -> RecordDict:
+    """`more` are facts for Flower's own mods."""
     arrays = {name: Array(leaf.numpy(force=True)) for name, leaf in message.arrays.items()}
     facts: dict[str, Any] = {"client": message.client, **message.stamp._asdict()}
     facts |= {f"{NUMBER}{name}": value for name, value in message.numbers.items()}
-    return RecordDict({ARRAYS: ArrayRecord(arrays), FACTS: ConfigRecord(facts)})
+    return RecordDict({ARRAYS: ArrayRecord(arrays), FACTS: ConfigRecord({**facts, **(more or {})})})
 
 
 def from_records(records: RecordDict) -> Message:

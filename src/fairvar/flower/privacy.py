@@ -1,0 +1,68 @@
+"""Differential privacy by Flower's own means, for methods whose clients send nothing but a model.
+
+`options = "privacy.clipping_norm=1.0 privacy.noise_multiplier=1.0"`: every node cuts its update to
+the norm with Flower's `fixedclipping_mod`, and the server adds Gaussian noise of noise_multiplier ·
+clipping_norm / (number of replies) to the mean. Evaluated rounds are not covered: the scores that
+nodes report there are exact. Flower's noise is drawn from numpy's global generator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp.mod import fixedclipping_mod
+from flwr.clientapp.typing import ClientAppCallable
+from flwr.supercore.differential_privacy import (
+    KEY_CLIPPING_NORM,
+    add_gaussian_noise_inplace,
+    compute_stdv,
+)
+
+from fairvar.checked import Checked, NonNegative, Positive
+from fairvar.engine.state import Outcome, State
+from fairvar.errors import BadInput
+from fairvar.federated.messages import sends_loss
+from fairvar.flower.wire import FACTS
+from fairvar.methods.base import Method
+
+
+class PrivacySettings(Checked, frozen=True, kw_only=True):
+    __where__: ClassVar[str | None] = "privacy"
+
+    clipping_norm: Positive
+    noise_multiplier: NonNegative = 1.0
+
+
+def clipped(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Flower's mod, where the server asked for it."""
+    if KEY_CLIPPING_NORM in message.content.config_records.get(FACTS, {}):
+        return fixedclipping_mod(message, context, call_next)
+    return call_next(message, context)
+
+
+def request_facts(settings: PrivacySettings | None) -> dict[str, float]:
+    """What a train request says beside the message: how far to cut."""
+    return {} if settings is None else {KEY_CLIPPING_NORM: settings.clipping_norm}
+
+
+def check_fits(method: Method, state: State) -> None:
+    """Noise on the model hides nothing if losses, gradients or statistics travel beside it."""
+    more = sends_loss(method) or method.uses_mean_gradient or method.client_weights == "size"
+    if more or state.buffers:
+        what = "batch-norm statistics" if state.buffers else ", ".join(method.reveals)
+        raise BadInput(
+            f"privacy.clipping_norm covers the model alone, but the clients of {method.label} send "
+            f"{what}; use FedAvg with uniform weights and a model without batch norm"
+        )
+
+
+def noisy(outcome: Outcome, settings: PrivacySettings) -> Outcome:
+    """The mean update with Flower's Gaussian noise."""
+    replies = int((outcome.weights != 0).sum())
+    spread = compute_stdv(settings.noise_multiplier, settings.clipping_norm, replies)
+    arrays = {name: leaf.numpy(force=True).copy() for name, leaf in outcome.update.items()}
+    add_gaussian_noise_inplace(list(arrays.values()), spread)
+    return replace(outcome, update={name: torch.from_numpy(a) for name, a in arrays.items()})
