@@ -26,7 +26,7 @@ demo: $(READY)
 	$(BIN)/fairvar demo
 
 test: $(READY)
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --dist loadgroup
 
 fast: $(READY)
 	$(BIN)/pytest -n auto -m "not slow"
