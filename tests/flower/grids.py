@@ -22,8 +22,16 @@ class InProcessGrid(Grid):
 
     run = None  # type: ignore[assignment]
 
-    def __init__(self, run_config: dict, clients: dict[int, int], spoil: Spoil | None = None):
+    def __init__(
+        self,
+        run_config: dict,
+        clients: dict[int, int],
+        spoil: Spoil | None = None,
+        data: dict[int, str] | None = None,
+    ):
+        """`data`: where a client's own data lie."""
         self.run_config, self.clients, self.spoil = run_config, clients, spoil
+        self.data = data or {}
         self.app = client_app()
         self.replies: dict[str, Message] = {}
         self.sent = 0
@@ -56,7 +64,10 @@ class InProcessGrid(Grid):
 
     def _ask(self, message: Message) -> Message | None:
         node = message.metadata.dst_node_id
-        config = {"partition-id": self.clients[node]}
+        client = self.clients[node]
+        config: dict = {"partition-id": client}
+        if client in self.data:
+            config = {"client": client, "data": self.data[client]}
         context = Context(1, node, config, RecordDict(), dict(self.run_config), 1)
         try:
             reply = self.app(_travelled(message), context)

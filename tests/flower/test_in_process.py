@@ -20,6 +20,7 @@ from grids import InProcessGrid, Spoil
 
 import fairvar as fv
 from checks import METHODS, OPTIONS
+from fairvar.cli import main
 from fairvar.experiment import StoredRun, federation_of, model_of
 from fairvar.flower.server import run_on
 from fairvar.flower.setup import read_setup
@@ -145,6 +146,33 @@ def test_from_simulation_to_deployment(tmp_path: Path) -> None:
     second = run(run_config(method, tmp_path / "b", rounds=5, start=str(first.folder)))
     for name, leaf in expected(second, rounds=5).state.params.items():
         assert torch.equal(second.history().state.params[name], leaf)
+
+
+def test_nodes_with_their_own_files(tmp_path: Path) -> None:
+    """Three .npz files that only their nodes read; the report reads the run like any other."""
+    places = {}
+    for i in range(3):
+        draw = np.random.default_rng(i)
+        x = draw.standard_normal((30 + 10 * i, 6)).astype(np.float32)
+        places[i] = str(tmp_path / f"ward{i}.npz")
+        np.savez(places[i], x=x, y=(x.sum(1) > 0.3 * i).astype(np.int64))
+    more: dict = {"data": "npz", "clients": 3, "input-shape": "6", "classes": 2, "rounds": 4}
+    config = run_config(fv.FairLoss(0.5), tmp_path / "runs", **more)
+    grid = InProcessGrid(config, {7: 0, 8: 1, 9: 2}, data=places)
+    stored = StoredRun.open(run_on(grid, read_setup(config)))
+    history = stored.history()
+    assert stored.manifest["birth"]["refused"] == {}
+    assert history.samples["train"].tolist() == [24, 32, 40]
+    assert history.samples["test"].tolist() == [3, 4, 5]
+    main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report")])
+    assert (tmp_path / "report" / "index.html").exists()
+
+
+def test_a_node_without_its_data_says_so(tmp_path: Path) -> None:
+    more: dict = {"data": "npz", "clients": 1, "input-shape": "6", "classes": 2, "rounds": 1}
+    config = run_config(fv.FedAvg(), tmp_path, "federation.repeats=0", **more)
+    with pytest.raises(fv.RunFailed, match="1 × error"):
+        run_on(InProcessGrid(config, {7: 0}), read_setup(config))
 
 
 def test_a_model_of_another_method_is_a_start(tmp_path: Path) -> None:

@@ -78,8 +78,8 @@ def run_on(grid: Grid, setup: Setup) -> Path:
 
 
 def folder_of(setup: Setup) -> Path:
-    """Named by the configuration's fingerprint, as a simulated run's, and "flower". What else decides
-    the numbers (caps, privacy, the start) adds to the name where it is not the usual."""
+    """Named by the configuration's fingerprint, as a simulated run's, and "flower". What else
+    decides the numbers (caps, privacy, the start) adds to the name where it is not the usual."""
     plain, usual = run_folder(setup.config, setup.out), FederationSettings()
     rules = setup.rules
     same = (rules.loss_cap, rules.weight_cap) == (usual.loss_cap, usual.weight_cap)
