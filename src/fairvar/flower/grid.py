@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import inf
 
 from flwr.app import Message as Envelope
 from flwr.app import RecordDict
@@ -21,6 +22,7 @@ from fairvar.flower.wire import HELLO, KINDS, from_records, to_records
 
 LOG = logging.getLogger("flwr.fairvar")
 PAUSE = 0.1  # seconds between looks; a look costs about 10 ms
+RETRY = 15.0  # seconds before a node that could not be used is asked again
 HELLO_LIFE = 3600.0  # seconds; a node that is busy or away may answer late
 
 
@@ -34,6 +36,7 @@ class GridTransport:
         self.grid, self.clients, self.facts = grid, clients, facts or {}
         self.nodes: dict[int, int] = {}  # client id → node id
         self.greeted: dict[str, int] = {}  # hello messages under way → node id
+        self.shunned: dict[int, float] = {}  # node id → when to ask it again
 
     def present(self, at_least: int, seconds: float) -> Sequence[int]:
         end = time.monotonic() + seconds
@@ -74,7 +77,8 @@ class GridTransport:
         """Find out who the new nodes are, without waiting for any of them."""
         listed = set(self.grid.get_node_ids())
         self.nodes = {c: n for c, n in self.nodes.items() if n in listed}
-        known = {*self.nodes.values(), *self.greeted.values()}
+        shunned = {n for n, until in self.shunned.items() if time.monotonic() < until}
+        known = {*self.nodes.values(), *self.greeted.values(), *shunned}
         hello = [Envelope(RecordDict(), n, HELLO, ttl=HELLO_LIFE) for n in sorted(listed - known)]
         if hello:
             nodes = [e.metadata.dst_node_id for e in hello]
@@ -83,22 +87,20 @@ class GridTransport:
             self._meet(self.greeted.pop(reply.metadata.reply_to_message_id), reply)
 
     def _meet(self, node: int, reply: Envelope) -> None:
-        if reply.has_error():
-            LOG.warning("node %s did not say who it is: %s", node, _short(reply))
-            return
-        try:
-            client = from_records(reply.content).client
-        except ValueError as error:
-            LOG.warning("node %s did not say who it is: %s", node, error)
-            return
-        if type(client) is not int or not 0 <= client < self.clients:
-            LOG.warning("node %s says it is client %r; clients are 0 … %s: refused",
-                        node, client, self.clients - 1)  # fmt: skip
+        arrival = self._arrival(-1, reply)
+        client = None if arrival.reply is None else arrival.reply.client
+        again = time.monotonic() + RETRY
+        if client is None:
+            why = f"did not say who it is ({arrival.detail})"
+        elif type(client) is not int or not 0 <= client < self.clients:
+            why, again = f"says it is client {client!r} of {self.clients}", inf
         elif client in self.nodes:
-            LOG.warning("node %s says it is client %s, which node %s is: refused",
-                        node, client, self.nodes[client])  # fmt: skip
+            why = f"says it is client {client}, which node {self.nodes[client]} is"
         else:
             self.nodes[client] = node
+            return
+        self.shunned[node] = again
+        LOG.warning("node %s %s; it is left out", node, why)
 
     def _pull(self, ids: Iterable[str]) -> list[Envelope]:
         """Replies that have come, matched by the message they answer (never by their sender: an
