@@ -36,6 +36,13 @@ def free_ports(number: int) -> list[int]:
     return ports
 
 
+def until(ready: Callable[[], bool], seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.25)
+
+
 class Deployment:
     def __init__(self, folder: Path, nodes: int = 5) -> None:
         self.folder, self.nodes = folder, nodes
@@ -66,7 +73,7 @@ class Deployment:
             "--ssl-certfile", str(self.keys / "server.pem"),
             "--ssl-keyfile", str(self.keys / "server.key"), "--enable-supernode-auth",
         )  # fmt: skip
-        self.until(lambda: "Uvicorn running" in self.log("link"), 60, "the SuperLink to start")
+        until(lambda: "Uvicorn running" in self.log("link"), 60, "the SuperLink to start")
 
     def register(self, number: int) -> None:
         self.flwr("supernode", "register", str(self.keys / f"node-{number}.pub"), "here",
@@ -107,12 +114,6 @@ class Deployment:
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
-
-    def until(self, ready: Callable[[], bool], seconds: float, what: str) -> None:
-        end = time.monotonic() + seconds
-        while not ready():
-            assert time.monotonic() < end, f"waited {seconds} s for {what}"
-            time.sleep(0.25)
 
     def stop(self) -> None:
         for name in list(self.processes):

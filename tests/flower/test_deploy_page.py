@@ -37,6 +37,7 @@ def test_every_command_works(tmp_path: Path) -> None:
             code = process.wait(timeout=560)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     text = (tmp_path / "page.log").read_text(errors="replace")
     assert code == 0, text[-3000:]
     folder = next(p for p in (tmp_path / "deployed").iterdir() if p.name.endswith("-flower"))

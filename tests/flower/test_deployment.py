@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("flwr")
 
-from deployment import Deployment
+from deployment import Deployment, until
 
 import fairvar as fv
 from fairvar.experiment import StoredRun, federation_of
@@ -88,13 +88,14 @@ def test_fairgrad_star(deployed: Deployment, tmp_path: Path) -> None:
 def test_strangers_are_refused(deployed: Deployment, tmp_path: Path) -> None:
     """A key that nobody registered; a node that trusts another authority."""
     make_keys(tmp_path / "other", 1, ["127.0.0.1"])
-    deployed.start_node(5, "stranger")
-    deployed.start_node(5, "fooled", tmp_path / "other" / "ca.crt")
-    for name in ("stranger", "fooled"):
+    trusts = {"stranger": None, "fooled": tmp_path / "other" / "ca.crt"}
+    for name, authority in trusts.items():
+        deployed.start_node(5, name, authority)
         process = deployed.processes[name]
-        deployed.until(lambda p=process: p.poll() is not None, 90, f"{name} to give up")
+        until(lambda p=process: p.poll() is not None, 90, f"{name} to give up")
         assert process.returncode != 0
         deployed.processes.pop(name)
+    assert "Failed to activate SuperNode" in deployed.log("stranger")
     assert "CERTIFICATE_VERIFY_FAILED" in deployed.log("fooled")
     listed = deployed.flwr("supernode", "list", "here", "--verbose").stdout
     assert listed.count("online") == 5, listed
@@ -105,12 +106,12 @@ def test_a_node_is_killed_and_comes_back(deployed: Deployment, tmp_path: Path) -
     config = f'method="afl" method-options="step=1.0" rounds=4 options="{options}"'
     deployed.start_run(tmp_path, config)
     log = "run"
-    deployed.until(lambda: "round 1 of 4" in deployed.log(log), 200, "the first round")
+    until(lambda: "round 1 of 4" in deployed.log(log), 200, "the first round")
     deployed.kill("node-2")
-    deployed.until(lambda: "round 2 of 4" in deployed.log(log), 200, "a round without it")
+    until(lambda: "round 2 of 4" in deployed.log(log), 200, "a round without it")
     deployed.start_node(2)
     process = deployed.processes["run"]
-    deployed.until(lambda: process.poll() is not None, 400, "the run to end")
+    until(lambda: process.poll() is not None, 400, "the run to end")
     history = stored(tmp_path).history()
     there = ~history.loss.isnan()
     assert bool(there[:, [0, 1, 3, 4]].all())

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("flwr")
 pytest.importorskip("ray", reason="Flower's simulation runtime needs ray")
 
-from deployment import BIN, ENVIRONMENT, free_ports
+from deployment import BIN, ENVIRONMENT, free_ports, until
 from test_deployment import same_as_reference, stored
 
 from fairvar.flower.new import new_app
@@ -41,7 +41,9 @@ def test_the_app_in_the_simulation_runtime(tmp_path: Path) -> None:
             env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:
-        options = "train.dtype=float64"
+        running = "Uvicorn running"
+        until(lambda: running in (tmp_path / "link.log").read_text(), 60, "the SuperLink to start")
+        options = "train.dtype=float64 evaluate.every=1"
         done = subprocess.run(
             [str(BIN / "flwr"), "run", str(tmp_path / "trial_app"), "here", "--stream",
              "--federation-config", "num-supernodes=5 client-resources-num-cpus=1",
@@ -50,6 +52,7 @@ def test_the_app_in_the_simulation_runtime(tmp_path: Path) -> None:
         )  # fmt: skip
     finally:
         os.killpg(link.pid, signal.SIGKILL)
+        link.wait()
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     run = stored(tmp_path / "runs")
     setup = read_setup(
