@@ -101,17 +101,15 @@ def _wide(buffer: Tensor) -> torch.dtype:
 
 
 def _pieces(run: Run, batches: RoundBatches) -> list[Piece]:
-    split, dtype = run.federation.train, run.dtype
+    split, first = run.federation.train, run.schedule.first
     if run.task.batch_norm:
         return [_padded_piece(run, batches, ids) for ids in run.ids.split(
             max(1, run.piece // run.schedule.width))]  # fmt: skip
-    if run.schedule.full_batch:
-        x, y, client, counts = split.x, split.y, split.client, split.counts.to(run.device)
-    else:
-        padded, real = batches.rows(0, run.ids)
-        x, y, counts = split.x[padded[real]], split.y[padded[real]], real.sum(1)
-        client = run.ids[:, None].expand_as(padded)[real]
-    share = (1 / counts.to(dtype))[client]
+    x, y, client = split.x, split.y, first.client
+    if not run.schedule.full_batch:
+        rows = batches.shuffled[0, first.place]
+        x, y = split.x[rows], split.y[rows]
+    share = (1 / first.length.to(run.dtype))[client]
     cut = range(0, len(client), run.piece)
     return [
         Piece(x[i : i + run.piece], y[i : i + run.piece], None,
@@ -129,6 +127,14 @@ def _padded_piece(run: Run, batches: RoundBatches, ids: Tensor) -> Piece:
     return Piece(split.x[rows], split.y[rows], real, client.flatten(), share.flatten())
 
 
+def per_client(run: Run, value: Tensor | float) -> Tensor:
+    """A coefficient as one number per client; made on the device, since a captured round cannot
+    fetch numbers from the host."""
+    if isinstance(value, Tensor):
+        return value.double().expand(run.clients)
+    return torch.full_like(run.share, value)
+
+
 def observed_losses(run: Run, state: State, method: Method, on_batch: Tensor) -> Tensor:
     """The f_i(x^t) that the method works with: on this round's batch, or on all training data."""
     same = run.schedule.full_batch and not run.task.batch_norm
@@ -143,8 +149,8 @@ def pooled_round(run: Run, state: State, t: int) -> Outcome:
     loss = observed_losses(run, state, method, forward.loss)
     weights, memory = method.weigh(state.memory, Replies(loss, run.share, run.ids, run.clients))
     mean_loss = run.share @ loss
-    own, shared = method.coefficients(loss, mean_loss if method.probes else state.mean_loss)
-    own = torch.as_tensor(own, dtype=torch.float64, device=run.device).expand(run.clients)
+    a = mean_loss if method.probes else state.mean_loss
+    own, shared = (per_client(run, c) for c in method.coefficients(loss, a))
     spill = (weights * shared).sum()  # how much of g the weighted sum of directions contains
 
     wanted = [weights * own + spill * run.share if method.probes else weights * own]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor, nn
 
-from fairvar.engine.batches import Schedule
+from fairvar.engine.batches import BlockLayout, Schedule
 from fairvar.engine.task import Task
 from fairvar.federation import Federation
 from fairvar.methods.base import Method
@@ -26,11 +29,12 @@ class Run:
     federation: Federation  # on the run's device, in its dtype
     method: Method
     schedule: Schedule
-    lr: float
+    lr: float | Tensor  # a tensor where a captured round reads it from the device
     clip_norm: float | None
     chunk: int  # clients per vectorised call, a multiple of TILE
     piece: int  # samples per pooled call
     block: int  # samples per block of the blocked path
+    precision: str  # of products inside the model
     share: Float64[Tensor, " n"]
     ids: Int64[Tensor, " n"]
 
@@ -46,12 +50,33 @@ class Run:
     def device(self) -> torch.device:
         return self.federation.train.x.device
 
+    @cached_property
+    def layout(self) -> BlockLayout:
+        return self.schedule.blocks(self.block)
+
     def chunks(self) -> list[tuple[int, int]]:
         """Ranges of places in `schedule.order`, cut at whole tiles; the last takes the rest."""
         cuts = list(range(0, self.clients, self.chunk))
         if len(cuts) > 1 and self.clients - cuts[-1] < TILE:
             cuts.pop()
         return list(zip(cuts, [*cuts[1:], self.clients], strict=True))
+
+
+@contextmanager
+def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
+    """How a GPU multiplies: exactly as asked for. (By default torch lets convolutions round their
+    inputs to TF32.) Kernels are chosen by trying them, which pays after a few rounds."""
+    if device.type != "cuda":
+        yield
+        return
+    fast = precision != "full"
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = fast
+    try:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=fast):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def whole_tiles(clients: int) -> int:

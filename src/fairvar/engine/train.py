@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -15,12 +15,14 @@ from torch import nn
 from fairvar._version import __version__
 from fairvar.engine.batches import Schedule
 from fairvar.engine.blocked import blocked_round
+from fairvar.engine.captured import RECORDINGS, CapturedRound, try_step
 from fairvar.engine.losses import LossFunction
 from fairvar.engine.pooled import pooled_round
 from fairvar.engine.record import Book, Observation
 from fairvar.engine.reference import reference_round
 from fairvar.engine.run import (
     Run,
+    arithmetic,
     block_width,
     chunk_for_memory,
     fits_blocked,
@@ -69,6 +71,8 @@ def train(
     evaluate_local: bool = True,
     clip_norm: float | None = None,
     chunk: int | None = None,
+    precision: str = "full",
+    capture: bool | None = None,
     state: State | None = None,
     progress: Progress | None = None,
 ) -> History:
@@ -82,6 +86,8 @@ def train(
     evaluate_every: evaluate all clients after every so many rounds, and after the last.
     clip_norm: cut each client's direction to this norm (off by default).
     chunk: clients per vectorised call, by default what fits in memory; results do not change.
+    precision: "tf32" or "bfloat16" rounds the inputs of products in training to gain speed.
+    capture: record a round once and repeat it; by default on CUDA, where launching costs most.
     state: continue from here (`history.state` of an earlier call).
     """
     settings = TrainSettings(
@@ -96,6 +102,8 @@ def train(
         device=str(device),
         engine=engine,  # type: ignore[arg-type]
         chunk=chunk,
+        precision=precision,  # type: ignore[arg-type]
+        capture=capture,
     )
     when = EvaluateSettings(
         every=evaluate_every,
@@ -126,18 +134,32 @@ def run_rounds(
     """
     started = time.perf_counter()
     prepared = prepare(model, federation, method, loss, settings)
-    run, path = prepared.run, prepared.path
+    with arithmetic(settings.precision, prepared.run.device):
+        book, state = _all_rounds(prepared, settings.rounds, when, start, progress, keep)
+    seconds = time.perf_counter() - started
+    return book.close(state, _birth(prepared, settings, seconds))
+
+
+def _all_rounds(
+    prepared: Prepared,
+    rounds: int,
+    when: EvaluateSettings,
+    start: Checkpoint | None,
+    progress: Progress | None,
+    keep: Keep | None,
+) -> tuple[Book, State]:
+    run = prepared.run
     splits = tuple(s for s in when.splits if s in run.federation.splits)
     state = prepared.start() if start is None else start.state.to(run.device)
     book = Book(run, None if start is None else start.tables)
-    for t in range(state.round, settings.rounds):
-        due = (t + 1) % when.every == 0 or t + 1 == settings.rounds
+    for t in range(state.round, rounds):
+        due = (t + 1) % when.every == 0 or t + 1 == rounds
         seen = Observation(run, state, splits, when.local) if due else None
-        outcome = prepared.round(state, t, seen)
+        after, outcome = prepared.step(state, seen)
         if not bool(torch.isfinite(outcome.loss).all()):
             book.diverged_at = t
             break
-        state = advance(state, outcome)
+        state = after
         book.write(outcome, t)
         if seen is not None:
             evaluation = seen.finish(state)
@@ -148,16 +170,17 @@ def run_rounds(
         if keep is not None:
             keep(t + 1, partial(_checkpoint, state, book))
         if progress is not None:
-            progress(t + 1, settings.rounds)
-    return book.close(state, _birth(run, settings, path, time.perf_counter() - started))
+            progress(t + 1, rounds)
+    return book, state.map(torch.clone)  # a captured round's own tensors serve the next run
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prepared:
     """A run before its first round: data on the device, model and options checked, path chosen."""
 
     run: Run
     path: str
+    captured: CapturedRound | None = None
 
     def start(self) -> State:
         task = self.run.task
@@ -166,6 +189,22 @@ class Prepared:
     def round(self, state: State, t: int, seen: Observation | None = None) -> Outcome:
         """Round t from `state`; `advance(state, outcome)` is the state after it."""
         return _round(self.run, self.path, state, t, seen)
+
+    def step(self, state: State, seen: Observation | None = None) -> tuple[State, Outcome]:
+        """The next round, captured where that is possible. What comes back is valid until the next
+        call; a round whose losses are not finite leaves no usable state."""
+        t, watch = state.round, _watch(seen)
+        within = watch is not None and self.path == "vmapped"  # seen while the round is computed
+        if self.captured is not None and t > 0 and not within:
+            if watch is not None:
+                vmapped_round(self.run, state, t, watch)
+            found = try_step(self.captured, state)
+            if found is not None:
+                return found
+            self.captured = None
+            seen = None
+        outcome = self.round(state, t, seen)
+        return advance(state, outcome), outcome
 
 
 def prepare(
@@ -176,9 +215,22 @@ def prepare(
     settings: TrainSettings,
 ) -> Prepared:
     """All that happens once. For those who drive the rounds themselves, such as the benchmark."""
-    data = federation.to(_device(settings.device), getattr(torch, settings.dtype))
-    run = _make_run(make_task(model, data, loss, settings.seed), data, method, settings)
-    return Prepared(run, choose_path(run, settings.engine))
+    data = on_device(federation, _device(settings.device), getattr(torch, settings.dtype))
+    half = settings.precision == "bfloat16"
+    run = _make_run(make_task(model, data, loss, settings.seed, half), data, method, settings)
+    prepared = Prepared(run, choose_path(run, settings.engine))
+    wanted = run.device.type == "cuda" if settings.capture is None else settings.capture
+    if wanted and prepared.path != "reference" and not method.looks_at_values:
+        round_of = partial(_round_of_path, prepared.path)
+        prepared.captured = RECORDINGS.find(run, prepared.path, round_of, prepared.start())
+    return prepared
+
+
+@lru_cache(maxsize=2)
+def on_device(federation: Federation, device: torch.device, dtype: torch.dtype) -> Federation:
+    """One copy for all runs of a sweep: moving data sets takes longer than many rounds, and what
+    was captured for one run belongs to these tensors."""
+    return federation.to(device, dtype)
 
 
 def choose_path(run: Run, engine: str) -> str:
@@ -216,8 +268,16 @@ def choose_path(run: Run, engine: str) -> str:
     return "blocked" if fits else "vmapped"
 
 
+def _watch(seen: Observation | None) -> Observation | None:
+    return seen if seen is not None and seen.watches_clients else None
+
+
+def _round_of_path(path: str, run: Run, state: State, t: int) -> Outcome:
+    return _round(run, path, state, t, None)
+
+
 def _round(run: Run, path: str, state: State, t: int, seen: Observation | None) -> Outcome:
-    watch = seen if seen is not None and seen.watches_clients else None
+    watch = _watch(seen)
     if path == "reference":
         return reference_round(run, state, t, watch)
     if path == "vmapped":
@@ -252,6 +312,7 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
         chunk=whole_tiles(fitting),
         piece=pooled_piece(task, x),
         block=block_width(task, x, schedule.lengths),
+        precision=settings.precision,
         share=method.share(data.sizes).to(x.device),
         ids=torch.arange(data.clients, device=x.device),
     )
@@ -261,16 +322,18 @@ def _checkpoint(state: State, book: Book) -> Checkpoint:
     return Checkpoint(state, book.tables())
 
 
-def _birth(run: Run, settings: TrainSettings, path: str, seconds: float) -> dict[str, object]:
+def _birth(prepared: Prepared, settings: TrainSettings, seconds: float) -> dict[str, object]:
     """The birth certificate of a result."""
-    on_gpu = run.device.type == "cuda"
+    run, on_gpu = prepared.run, prepared.run.device.type == "cuda"
     return {
         "fairvar": __version__,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(run.device) if on_gpu else str(run.device),
         "dtype": settings.dtype,
         "seed": settings.seed,
-        "engine": path,
+        "precision": settings.precision,
+        "engine": prepared.path,
+        "captured": prepared.captured is not None,
         "seconds": round(seconds, 3),
     }
 
