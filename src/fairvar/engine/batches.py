@@ -102,6 +102,13 @@ class Schedule:
         """All clients' first batches have one length: nothing is padded."""
         return min(self.lengths) == self.width
 
+    def pads(self, step: int, clients: list[int]) -> bool:
+        """Whether the batch of any of these clients is shorter than the width in this step."""
+        if self.full_batch:
+            return not self.even
+        full = {i: int(self.split.counts[i]) // self.width for i in set(clients)}
+        return any(step % self.passes[i] >= full[i] for i in clients)
+
     @property
     def order(self) -> list[int]:
         """Clients with the most steps first, so that those still active are always a prefix."""

@@ -108,7 +108,11 @@ def _client_gradients(run: Run, state: State, blocks: Blocks) -> tuple[Tensor, T
         losses, buffers = run.task.sample_losses(params, state.buffers, x, y, real)
         return (losses * share).sum(), buffers
 
-    over_blocks = vmap(grad_and_value(block_loss, has_aux=True), in_dims=(None, *blocks.axes))
+    over_blocks = vmap(
+        grad_and_value(block_loss, has_aux=True),
+        (None, *blocks.axes),
+        chunk_size=run.blocks_at_once,
+    )
     gradients, (losses, buffers) = over_blocks(
         state.x, blocks.x, blocks.y, blocks.real, blocks.share
     )
@@ -153,7 +157,7 @@ def _weighted_curvature(
 
             return jvp(block_loss, (params,), (v,))[1]
 
-        slopes = vmap(along, in_dims=(0, *blocks.axes))(
+        slopes = vmap(along, (0, *blocks.axes), chunk_size=run.blocks_at_once)(
             away, blocks.x, blocks.y, blocks.real, blocks.share
         )
         return (weight * slopes).sum()

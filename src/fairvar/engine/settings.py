@@ -25,7 +25,7 @@ class TrainSettings(Checked, frozen=True, kw_only=True):
     dtype: Literal["float32", "float64"] = "float32"
     precision: Literal["full", "tf32", "bfloat16"] = "full"  # of products inside; never silently
     device: str = "cpu"
-    engine: Literal["auto", "reference", "pooled", "blocked", "vmapped"] = "auto"
+    engine: Literal["auto", "reference", "pooled", "blocked", "vmapped", "linear"] = "auto"
     chunk: Count | None = None
     capture: bool | None = None  # record rounds and repeat them: by default on CUDA where possible
     threads: Count = 1  # per run; the last bits may depend on it. Several runs at once fill a CPU

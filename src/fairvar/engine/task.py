@@ -43,10 +43,12 @@ class Task:
         return self.loss(outputs.to(x.dtype), y), buffers
 
     def client_loss(
-        self, params: Tree, buffers: Tree, x: Tensor, y: Tensor, real: Tensor
+        self, params: Tree, buffers: Tree, x: Tensor, y: Tensor, real: Tensor | None
     ) -> tuple[Tensor, Tree]:
-        """f_i on one padded batch, and the buffers after it."""
+        """f_i on one batch, padded if `real` says so, and the buffers after it."""
         losses, buffers = self.sample_losses(params, buffers, x, y, real)
+        if real is None:
+            return losses.mean(), buffers
         weight = real.to(losses.dtype)
         return (losses * weight).sum() / weight.sum(), buffers
 

@@ -16,6 +16,9 @@ from fairvar._version import __version__
 from fairvar.engine.batches import Schedule
 from fairvar.engine.blocked import blocked_round
 from fairvar.engine.captured import RECORDINGS, CapturedRound, try_step
+from fairvar.engine.dual import is_affine
+from fairvar.engine.linear import grams_pay, linear_round
+from fairvar.engine.linear_eval import watch_single
 from fairvar.engine.losses import LossFunction
 from fairvar.engine.pooled import pooled_round
 from fairvar.engine.record import Book, Observation
@@ -26,6 +29,7 @@ from fairvar.engine.run import (
     block_width,
     chunk_for_memory,
     fits_blocked,
+    graphs_fit,
     pooled_piece,
     whole_tiles,
 )
@@ -137,7 +141,7 @@ def run_rounds(
     with arithmetic(settings.precision, prepared.run.device):
         book, state = _all_rounds(prepared, settings.rounds, when, start, progress, keep)
     seconds = time.perf_counter() - started
-    return book.close(state, _birth(prepared, settings, seconds))
+    return book.close(state, birth_certificate(prepared, settings, seconds))
 
 
 def _all_rounds(
@@ -197,7 +201,7 @@ class Prepared:
         within = watch is not None and self.path == "vmapped"  # seen while the round is computed
         if self.captured is not None and t > 0 and not within:
             if watch is not None:
-                vmapped_round(self.run, state, t, watch)
+                _see_clients(self.run, self.path, state, t, watch)
             found = try_step(self.captured, state)
             if found is not None:
                 return found
@@ -259,8 +263,13 @@ def choose_path(run: Run, engine: str) -> str:
         raise BadInput(f'engine="pooled" cannot do {" and ".join(found)}; use "auto"')
     if engine == "blocked" and not blockable:
         raise BadInput(f'engine="blocked" cannot do {" and ".join(found)}; use "auto"')
+    affine = is_affine(task, run.federation.train.x)
+    if engine == "linear" and not affine:
+        raise BadInput('engine="linear" is for linear models with a known loss; use "auto"')
     if engine != "auto":
         return engine
+    if affine and (not found or grams_pay(run)):
+        return "linear"
     if not found:
         return "pooled"
     x, lengths = run.federation.train.x, run.schedule.lengths
@@ -285,8 +294,18 @@ def _round(run: Run, path: str, state: State, t: int, seen: Observation | None) 
     if watch is not None:
         # These paths never form the clients' own models. They are computed beside them, and the
         # round itself stays the same, so that evaluating does not change the training.
-        vmapped_round(run, state, t, watch)
+        _see_clients(run, path, state, t, watch)
+    if path == "linear":
+        return linear_round(run, state, t)[0]
     return pooled_round(run, state, t) if path == "pooled" else blocked_round(run, state, t)
+
+
+def _see_clients(run: Run, path: str, state: State, t: int, watch: Observation) -> None:
+    """The clients' own models of round t, for the observation alone."""
+    if path == "linear" and grams_pay(run):
+        watch.take(watch_single(run, state, linear_round(run, state, t)[1], watch.splits))
+    else:
+        vmapped_round(run, state, t, watch)
 
 
 def _make_run(task: Task, data: Federation, method: Method, settings: TrainSettings) -> Run:
@@ -311,6 +330,7 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
         clip_norm=settings.clip_norm,
         chunk=whole_tiles(fitting),
         piece=pooled_piece(task, x),
+        graphs_fit=graphs_fit(task, x, sum(schedule.lengths)),
         block=block_width(task, x, schedule.lengths),
         precision=settings.precision,
         share=method.share(data.sizes).to(x.device),
@@ -322,8 +342,10 @@ def _checkpoint(state: State, book: Book) -> Checkpoint:
     return Checkpoint(state, book.tables())
 
 
-def _birth(prepared: Prepared, settings: TrainSettings, seconds: float) -> dict[str, object]:
-    """The birth certificate of a result."""
+def birth_certificate(
+    prepared: Prepared, settings: TrainSettings, seconds: float
+) -> dict[str, object]:
+    """Where a result comes from."""
     run, on_gpu = prepared.run, prepared.run.device.type == "cuda"
     return {
         "fairvar": __version__,

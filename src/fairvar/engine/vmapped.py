@@ -127,16 +127,18 @@ def _receive(
     run: Run, state: State, method: Method, batches: RoundBatches
 ) -> tuple[Sent, Tensor | None]:
     """What the clients get before they train, and the losses if the server needs them by then."""
-    full, needs_loss = None, method.uses_losses or method.uses_mean_loss
-    forward = PooledPass(run, state, batches) if method.probes or needs_loss else None
-    loss = None
+    full, loss = None, None
+    needs_loss = method.uses_losses or method.uses_mean_loss
+    forward = None
+    if method.probes or needs_loss:
+        forward = PooledPass(run, state, batches, [run.share] if method.probes else None)
     if forward is not None and needs_loss:
         loss = observed_losses(run, state, method, forward.loss)
         full = loss if method.loss_data == "full" else None
     mean_loss, mean_gradient = state.mean_loss, state.mean_gradient
     if method.probes and forward is not None:
         mean_loss = run.share @ (forward.loss if loss is None else loss)
-        mean_gradient = forward.gradients([run.share])[0]
+        mean_gradient = forward.totals[0]
     return Sent(method, mean_loss.to(run.dtype), mean_gradient, full), loss
 
 
@@ -145,15 +147,18 @@ def train_clients(
 ) -> Trained:
     """All local steps of the clients in these places of the order."""
     first, last = chunk
-    steps = [run.schedule.steps[i] for i in run.schedule.order[first:last]]
+    clients = run.schedule.order[first:last]
+    steps = [run.schedule.steps[i] for i in clients]
     ids = run.schedule.constants.order[first:last]
     split = run.federation.train
 
     def step(number: int, some: slice, params: Tree, buffers: Tree, shared: bool) -> _Step:
-        rows, real = batches.rows(number, ids[some])
+        rows, mask = batches.rows(number, ids[some])
+        real = mask if run.schedule.pads(number, clients[some]) else None
         full = None if sent.full_loss is None else sent.full_loss[ids[some]].to(run.dtype)
-        own, scalar = (None if shared else 0), (None if full is None else 0)
-        together = vmap(_client_step(run, sent), in_dims=(own, own, 0, 0, 0, scalar))
+        own = None if shared else 0
+        axes = (own, own, 0, 0, *(None if v is None else 0 for v in (real, full)))
+        together = vmap(_client_step(run, sent), in_dims=axes)
         return together(params, buffers, split.x[rows], split.y[rows], real, full)
 
     start = step(0, slice(0, len(ids)), state.x, state.buffers, True)
@@ -234,7 +239,12 @@ def _client_step(run: Run, sent: Sent) -> Callable[..., _Step]:
     method, g = sent.method, sent.mean_gradient
 
     def client_step(
-        params: Tree, buffers: Tree, x: Tensor, y: Tensor, real: Tensor, full: Tensor | None
+        params: Tree,
+        buffers: Tree,
+        x: Tensor,
+        y: Tensor,
+        real: Tensor | None,
+        full: Tensor | None,
     ) -> _Step:
         def loss_and_gradient(at: Tree) -> tuple[Tree, tuple[Tensor, Tree]]:
             return grad_and_value(run.task.client_loss, has_aux=True)(at, buffers, x, y, real)

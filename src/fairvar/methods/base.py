@@ -114,6 +114,12 @@ class Method(Checked, frozen=True, tag_field="name"):
         return False
 
     @property
+    def is_blind(self) -> bool:
+        """Its weights and coefficients are the plain ones, whatever the losses."""
+        kind = type(self)
+        return kind.weigh is Method.weigh and kind.coefficients is Method.coefficients
+
+    @property
     def looks_at_values(self) -> bool:
         """Its functions decide by values how many operations to do (a solver that iterates until it
         settles): a GPU then cannot record a round and repeat it."""
