@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_engines import METHODS, OPTIONS, TOLERANCE_64, WORK, run
 
 import fairvar as fv
 from checks import MODELS, distance, images
 from fairvar.engine.captured import RECORDINGS
-from test_engines import METHODS, OPTIONS, TOLERANCE_64, WORK, run
+from fairvar.engine.grid import Member, train_grid
+from fairvar.engine.settings import EvaluateSettings, TrainSettings
 
 CASES = [("multinomial", m, w) for m in METHODS + OPTIONS for w in ("step", "mini_batch", "epoch")]
 CASES += [("batch_norm", m, w) for m in METHODS for w in ("mini_batch", "epoch")]
@@ -69,3 +71,25 @@ def test_half_precision_is_near_full_precision() -> None:
         gap = distance(half, full)["parameter"]
         assert 0 < gap < 0.05
         assert half.birth["precision"] == "bfloat16"
+
+
+@pytest.mark.parametrize("work", ["step", "mini_batch", "epoch"])
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.label)
+def test_captured_grids_are_ordinary_grids(method: fv.Method, work: str) -> None:
+    """The third run diverges on the way where its method lets it."""
+    data, found = images(10), []
+    for capture in (False, True):
+        settings = [
+            TrainSettings(rounds=7, lr=lr, seed=seed, capture=capture, **WORK[work])
+            for lr, seed in ((0.1, 0), (0.05, 1), (1e9, 0))
+        ]
+        members = [Member("multinomial", method, one) for one in settings]
+        found.append(train_grid(members, data, "cross_entropy", EvaluateSettings(every=3)))
+    for one, other in zip(*found, strict=True):
+        assert one.diverged_at == other.diverged_at
+        assert one.rounds == other.rounds
+        assert one.bytes_up == other.bytes_up
+        for name, leaf in one.state.params.items():
+            assert torch.equal(leaf.nan_to_num(), other.state.params[name].nan_to_num()), name
+        for key, table in one.accuracy.items():
+            assert torch.equal(table.nan_to_num(), other.accuracy[key].nan_to_num()), key

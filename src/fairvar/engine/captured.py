@@ -15,6 +15,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +25,43 @@ from fairvar.engine.state import Outcome, State, advance
 from fairvar.methods.base import Method
 
 RoundOf = Callable[[Run, State, int], Outcome]
+T = TypeVar("T")
 LATER = 1  # any round but the first, in which a warm start may act differently
 WARM_UP = 2  # rounds before recording: libraries choose and load their kernels
 KEPT = 3  # recordings kept for later runs; each holds the memory of a round
+
+
+class Recorded(Generic[T]):
+    """A computation from and to fixed tensors: recorded at its first call on CUDA, then repeated.
+
+    `compute` changes nothing, because it runs a few times before the recording; `store` does."""
+
+    def __init__(
+        self, compute: Callable[[], T], store: Callable[[T], None], device: torch.device
+    ) -> None:
+        self.compute, self.store, self.device = compute, store, device
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        if self.device.type != "cuda":
+            self.store(self.compute())
+            return
+        if self.graph is None:
+            self._record()
+        assert self.graph is not None
+        self.graph.replay()
+
+    def _record(self) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                self.compute()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.store(self.compute())
+        self.graph = graph
 
 
 class CapturedRound:
@@ -46,8 +81,8 @@ class CapturedRound:
         schedule = replace(run.schedule, live_keys=self.names[1:])
         self.run = replace(run, lr=lr, method=method, schedule=schedule)
         self.round_of = round_of
-        self.graph: torch.cuda.CUDAGraph | None = None
         self.outcome: Outcome | None = None
+        self.recorded = Recorded(self._compute, self._store, device)
 
     def begin(self, run: Run) -> None:
         """The next rounds are those of this run: same operations, other numbers."""
@@ -61,12 +96,7 @@ class CapturedRound:
         t = state.round
         self._load(state)
         self.names.copy_(torch.tensor([t + 1, *self.schedule.keys(t)]))
-        if self.run.device.type == "cuda" and self.graph is None:
-            self._record()
-        if self.graph is None:
-            self._compute_and_store()
-        else:
-            self.graph.replay()
+        self.recorded()
         assert self.outcome is not None
         self.state = replace(self.state, round=t + 1)
         kept = {k: getattr(self.outcome, k).clone() for k in ("loss", "weights", "ascended")}
@@ -81,22 +111,11 @@ class CapturedRound:
         outcome = self.round_of(self.run, self.state, LATER)
         return advance(self.state, outcome, self.names[0].double()), outcome
 
-    def _compute_and_store(self) -> None:
-        after, self.outcome = self._compute()
+    def _store(self, found: tuple[State, Outcome]) -> None:
+        after, self.outcome = found
         fine = torch.isfinite(self.outcome.loss).all()  # a round that diverged changes nothing
-        for mine, found in zip(self.state.tensors(), after.tensors(), strict=True):
-            mine.copy_(torch.where(fine, found, mine))
-
-    def _record(self) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
-                self._compute()
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self._compute_and_store()
+        for mine, new in zip(self.state.tensors(), after.tensors(), strict=True):
+            mine.copy_(torch.where(fine, new, mine))
 
 
 def _numbers(method: Method, lr: float | Tensor) -> dict[str, float]:

@@ -168,9 +168,7 @@ def observed_losses(run: Run, state: State, method: Method, on_batch: Tensor) ->
 
 def pooled_round(run: Run, state: State, t: int) -> Outcome:
     method = run.method.at_round(t)
-    ahead = None
-    if method.is_blind:
-        ahead = [run.share]
+    ahead = [run.share] * (1 + run.method.reports_gradient) if method.is_blind else None
     forward = PooledPass(run, state, run.schedule.round(t), ahead, later=True)
     loss = observed_losses(run, state, method, forward.loss)
     weights, memory = method.weigh(state.memory, Replies(loss, run.share, run.ids, run.clients))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +21,15 @@ from fairvar.federation import Federation
 from fairvar.methods.base import Method
 from fairvar.tree import Tree, size
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 # Clients are vectorised in whole tiles. Calls narrower than this make torch choose other kernels on
 # the CPU, and the last bits of float32 results then depend on how the work was cut (measured).
 TILE = 8
+MOST_SHAPES = 8  # for which a GPU tries all its kernels
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,12 @@ class Run:
         return self.federation.train.x.device
 
     @property
+    def few_shapes(self) -> bool:
+        """A GPU may try its kernels. Not with ragged clients, where every step has another shape:
+        73 steps took 50 s to try on an H200."""
+        return len(set(self.schedule.steps)) <= MOST_SHAPES
+
+    @property
     def blocks_at_once(self) -> int | None:
         """As for pooled pieces: a CPU computes more blocks than its caches hold more slowly."""
         return None if self.device.type == "cuda" else whole_tiles(self.piece // self.block)
@@ -80,9 +93,10 @@ class Run:
 
 
 @contextmanager
-def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
+def arithmetic(precision: str, device: torch.device, tries: bool = True) -> Iterator[None]:
     """How a GPU multiplies: exactly as asked for. (By default torch lets convolutions round their
-    inputs to TF32.) Kernels are chosen by trying them, which pays after a few rounds."""
+    inputs to TF32.) Kernels are chosen by trying them where `tries`, which pays after a few
+    rounds."""
     if device.type != "cuda":
         yield
         return
@@ -90,7 +104,7 @@ def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = fast
     try:
-        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=fast):
+        with torch.backends.cudnn.flags(enabled=True, benchmark=tries, allow_tf32=fast):
             yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
@@ -174,6 +188,16 @@ def chunk_for_memory(task: Task, x: Tensor, width: int, curvature: bool) -> int:
     )
 
 
+def peak_megabytes(device: torch.device) -> int | None:
+    """The most memory that this process has held so far: on the GPU if it uses one."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_reserved(device) / 1e6)
+    if resource is None:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6)
+
+
 def _itemsize(params: Tree) -> int:
     return next(iter(params.values())).element_size()
 
@@ -182,4 +206,4 @@ def _memory_budget(device: torch.device) -> float:
     if device.type == "cuda":
         return 0.5 * torch.cuda.mem_get_info(device)[0]
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return min(0.25 * free, 4 << 30)
+    return min(0.25 * free, 3 << 30)

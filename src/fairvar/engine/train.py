@@ -30,6 +30,7 @@ from fairvar.engine.run import (
     chunk_for_memory,
     fits_blocked,
     graphs_fit,
+    peak_megabytes,
     pooled_piece,
     whole_tiles,
 )
@@ -86,7 +87,7 @@ def train(
     batch_size: samples per local step; None takes all of a client's samples.
     local_steps, local_epochs: work per client and round; give one of them.
     loss: "cross_entropy", "mse" (½ squared error) or (outputs, targets) -> one loss per sample.
-    engine: "auto" picks the pooled, blocked or vmapped path; "reference" is the plain loop.
+    engine: "auto" picks the linear, pooled, blocked or vmapped path; "reference" is a plain loop.
     evaluate_every: evaluate all clients after every so many rounds, and after the last.
     clip_norm: cut each client's direction to this norm (off by default).
     chunk: clients per vectorised call, by default what fits in memory; results do not change.
@@ -138,7 +139,8 @@ def run_rounds(
     """
     started = time.perf_counter()
     prepared = prepare(model, federation, method, loss, settings)
-    with arithmetic(settings.precision, prepared.run.device):
+    run = prepared.run
+    with arithmetic(settings.precision, run.device, run.few_shapes):
         book, state = _all_rounds(prepared, settings.rounds, when, start, progress, keep)
     seconds = time.perf_counter() - started
     return book.close(state, birth_certificate(prepared, settings, seconds))
@@ -357,6 +359,7 @@ def birth_certificate(
         "engine": prepared.path,
         "captured": prepared.captured is not None,
         "seconds": round(seconds, 3),
+        "peak_megabytes": peak_megabytes(run.device),
     }
 
 
