@@ -54,7 +54,7 @@ from fairvar.store import (
 )
 
 Group = tuple[Config, ...]
-MOST_TOGETHER = 100  # more would hardly be faster, and leave too little to other workers
+MOST_TOGETHER = 100  # a compromise: every group is one worker's, and a plan may have few kinds
 FINISHED = "finished"
 
 

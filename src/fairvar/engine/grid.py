@@ -25,7 +25,13 @@ from fairvar.engine.server import Server
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.state import State, initial_state
 from fairvar.engine.together import GOING, Lockstep
-from fairvar.engine.train import Checkpoint, Progress, birth_certificate, prepare
+from fairvar.engine.train import (
+    Checkpoint,
+    Progress,
+    birth_certificate,
+    prepare,
+    wants_capture,
+)
 from fairvar.errors import BadInput
 from fairvar.federation import Federation
 from fairvar.history import History, Tables, history_from_tables
@@ -115,11 +121,12 @@ class Grid:
             StepPlan(schedule, run.dual.groups, run.dual.train.layout),
         )
         states = [self._start(member) for member in members]
-        captures = settings.capture
-        if captures is None:
-            captures = run.device.type == "cuda"
-        captures = captures and not run.method.looks_at_values
-        return Lockstep(group, states, [m.diverged_at for m in members], captures)
+        return Lockstep(group, states, [m.diverged_at for m in members], self.captures)
+
+    @property
+    def captures(self) -> bool:
+        """Whether rounds are recorded: the members' models do not matter for that."""
+        return wants_capture(self.members[0].settings, self.run)
 
     def _start(self, member: Member) -> State:
         if member.start is not None:
@@ -172,7 +179,7 @@ class Grid:
             samples={name: s.counts for name, s in self.run.federation.splits.items()},
             classifies=self.run.task.classifies,
             diverged_at=None if diverged_at == GOING else diverged_at,
-            birth=birth | {"together": len(self.members)},
+            birth=birth | {"together": len(self.members), "captured": self.captures},
         )
 
 

@@ -225,11 +225,15 @@ def prepare(
     half = settings.precision == "bfloat16"
     run = _make_run(make_task(model, data, loss, settings.seed, half), data, method, settings)
     prepared = Prepared(run, choose_path(run, settings.engine))
-    wanted = run.device.type == "cuda" if settings.capture is None else settings.capture
-    if wanted and prepared.path != "reference" and not method.looks_at_values:
+    if wants_capture(settings, run) and prepared.path != "reference":
         round_of = partial(_round_of_path, prepared.path)
         prepared.captured = RECORDINGS.find(run, prepared.path, round_of, prepared.start())
     return prepared
+
+
+def wants_capture(settings: TrainSettings, run: Run) -> bool:
+    wanted = run.device.type == "cuda" if settings.capture is None else settings.capture
+    return wanted and not run.method.looks_at_values
 
 
 @lru_cache(maxsize=2)
