@@ -1,4 +1,4 @@
-"""The missing cells of a sweep on a Ray cluster, for those who outgrow one machine.
+"""The missing groups of a sweep on a Ray cluster, for those who outgrow one machine.
 
 Workers need no shared disk: a task sends its files back and the caller stores them.
 """
@@ -13,40 +13,38 @@ from typing import Any
 
 from fairvar.config import Config
 from fairvar.errors import BadInput
-from fairvar.experiment import Watch, run_cell
+from fairvar.experiment import Watch, missing
+from fairvar.groups import arrange, run_group
 from fairvar.progress import Report
-from fairvar.store import MANIFEST, write_bytes
-from fairvar.sweep import missing
+from fairvar.store import save_files
 
 
-def compute_files(config_toml: str) -> dict[str, bytes]:
-    """One run in a temporary folder, as the files that it would leave in the output folder."""
+def compute_files(group: Sequence[str]) -> dict[str, bytes]:
+    """Runs that train together, given as TOML, in a temporary folder: the files that they would
+    leave in the output folder."""
     with TemporaryDirectory() as name:
         out = Path(name)
-        run_cell(Config.from_toml(config_toml), out, Watch())
+        run_group(tuple(Config.from_toml(text) for text in group), out, Watch())
         kept = [f for f in sorted(out.glob("*/*")) if f.parent.name != ".locks"]
         return {str(f.relative_to(out)): f.read_bytes() for f in kept}
 
 
-def store_files(out: Path, files: dict[str, bytes]) -> None:
-    """Manifest last: only then the run counts as finished."""
-    for name in sorted(files, key=lambda n: n.endswith(MANIFEST)):
-        write_bytes(out / name, files[name])
-
-
-def run_on_ray(cells: Sequence[Config], out: Path, address: str, report: Report) -> None:
+def run_on_ray(
+    cells: Sequence[Config], out: Path, address: str, report: Report, batch: bool = True
+) -> None:
     ray = _import_ray()
-    todo = missing(cells, out)
+    todo = [group for group in arrange(cells, batch) if missing(group, out)]
     ray.init(address=address, log_to_driver=False)
     try:
         task = ray.remote(max_retries=3)(compute_files)
-        pending = [task.remote(cell.to_toml()) for cell in todo]
+        pending = [task.remote([cell.to_toml() for cell in missing(g, out)]) for g in todo]
         while pending:
             ready, _ = ray.wait(pending, num_returns=1, timeout=5.0)
             for reference in ready:
                 pending.remove(reference)
-                store_files(out, ray.get(reference))
-            report(len(cells) - len(pending), len(cells), f"runs, on Ray at {address}")
+                save_files(out, ray.get(reference))
+            done = len(cells) - len(missing(cells, out))
+            report(done, len(cells), f"runs, on Ray at {address}")
     finally:
         ray.shutdown()
 

@@ -29,7 +29,10 @@ from fairvar.select import Criterion
 
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 # Where a run happens does not change what it is.
-NOT_IN_FINGERPRINT = ("name", "data.root", "model.weights", "train.device", "train.chunk", "select")
+NOT_IN_FINGERPRINT = ("name", "data.root", "model.weights", "train.device", "train.chunk",
+                      "train.capture", "select")  # fmt: skip
+# Keys that came later. With these values a run is what it was before, and keeps its name.
+SINCE_THEN = {"train.precision": "full"}
 
 
 class DataConfig(Checked, frozen=True, kw_only=True):
@@ -132,9 +135,11 @@ class Config(Checked, frozen=True, kw_only=True):
 @lru_cache(maxsize=100_000)  # a sweep asks for its thousands of folders again and again
 def _fingerprint(config: Config) -> str:
     values = config.to_dict()
-    for dotted in NOT_IN_FINGERPRINT:
+    for dotted in (*NOT_IN_FINGERPRINT, *SINCE_THEN):
         *path, last = dotted.split(".")
-        reduce(lambda d, k: d.get(k, {}), path, values).pop(last, None)
+        section = reduce(lambda d, k: d.get(k, {}), path, values)
+        if section.get(last) == SINCE_THEN.get(dotted, section.get(last)):
+            section.pop(last, None)
     text = json.dumps(_canonical(values), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -39,8 +39,9 @@ from fairvar.store import (
     read_checkpoints,
     read_manifest,
     read_sealed,
-    save_folder,
+    save_files,
     seal,
+    with_manifest,
     write_bytes,
     write_checkpoint,
 )
@@ -48,6 +49,7 @@ from fairvar.store import (
 SCORES = ("mean", "variance_over_clients", "noise_floor", "corrected_variance",
           "worst_10_percent", "smallest")  # fmt: skip
 SECONDS_BETWEEN_CHECKPOINTS = 10.0
+TIME_FOR_CHECKPOINTS = 0.05  # at most this share of a computation
 NEEDED = ("rounds", "diverged_at", "passport", "birth")  # facts that readers of a run use
 T = TypeVar("T")
 
@@ -69,6 +71,10 @@ class Watch:
 
 def run_folder(config: Config, out: Path) -> Path:
     return out / config.fingerprint[:16]
+
+
+def missing(cells: Sequence[Config], out: Path) -> list[Config]:
+    return [cell for cell in cells if not is_complete(run_folder(cell, out))]
 
 
 def federation_of(config: Config) -> Federation:
@@ -119,18 +125,9 @@ def compute(config: Config, folder: Path, watch: Watch) -> History:
     """Train, continuing from the newest intact checkpoint of the folder if there is one."""
     torch.set_num_threads(config.train.threads)
     start = max(checkpoints(folder), key=lambda c: c.state.round, default=None)
-    count, last = 0, time.monotonic()
 
-    def keep(done: int, make: Callable[[], Checkpoint]) -> None:
-        nonlocal count, last
-        stopping = watch.stopping()
-        often = watch.save_every is not None and done % watch.save_every == 0
-        if stopping or often or time.monotonic() - last > SECONDS_BETWEEN_CHECKPOINTS:
-            write_checkpoint(folder, count, pack_checkpoint(make()))
-            count, last = count + 1, time.monotonic()
-        if stopping:
-            raise Interrupted(f"stopped after round {done} of {config.train.rounds}; the same "
-                              "command continues from here")  # fmt: skip
+    def write(number: int, checkpoint: Checkpoint) -> None:
+        write_checkpoint(folder, number, pack_checkpoint(checkpoint))
 
     federation = federation_of(config)
     return run_rounds(
@@ -142,8 +139,32 @@ def compute(config: Config, folder: Path, watch: Watch) -> History:
         config.evaluate,
         start,
         watch.progress,
-        keep,
+        keeper(watch, config.train.rounds, write),
     )
+
+
+def keeper(
+    watch: Watch, rounds: int, write: Callable[[int, T], None]
+) -> Callable[[int, Callable[[], T]], None]:
+    """What the round loop asks after every round: shall it save, shall it stop?
+
+    It saves now and then, later if writing is slow, and always before it stops."""
+    count, due = 0, time.monotonic() + SECONDS_BETWEEN_CHECKPOINTS
+
+    def keep(done: int, make: Callable[[], T]) -> None:
+        nonlocal count, due
+        stopping, now = watch.stopping(), time.monotonic()
+        often = watch.save_every is not None and done % watch.save_every == 0
+        if stopping or often or now > due:
+            write(count, make())
+            end = time.monotonic()
+            pause = max(SECONDS_BETWEEN_CHECKPOINTS, (end - now) / TIME_FOR_CHECKPOINTS)
+            count, due = count + 1, end + pause
+        if stopping:
+            raise Interrupted(f"stopped after round {done} of {rounds}; the same command "
+                              "continues from here")  # fmt: skip
+
+    return keep
 
 
 def checkpoints(folder: Path) -> Iterator[Checkpoint]:
@@ -169,29 +190,40 @@ def run_cell(config: Config, out: Path, watch: Watch) -> dict[str, Any] | None:
         except Timeout:
             return None
         except BadInput:
-            _leave_nothing(folder, out)
+            leave_nothing([folder], out)
             raise
         except OSError as error:
             raise RunFailed(f"cannot work in {folder}: {error.strerror or error}") from None
     return read_manifest(folder)
 
 
-def _leave_nothing(folder: Path, out: Path) -> None:
-    """Bad input writes nothing: take back the empty folders and the lock."""
-    (out / ".locks" / folder.name).unlink(missing_ok=True)
-    for empty in (folder, out / ".locks", out):
+def leave_nothing(folders: Sequence[Path], out: Path) -> None:
+    """Bad input writes nothing: take back the empty folders and the locks."""
+    for folder in folders:
+        (out / ".locks" / folder.name).unlink(missing_ok=True)
+    for empty in (*folders, out / ".locks", out):
         with suppress(OSError):
             empty.rmdir()
 
 
-def save_run(
-    folder: Path,
+def save_run(folder: Path, config: Config, history: History) -> None:
+    record_federation(folder.parent, federation_of(config))
+    store_run(folder, run_files(config, history))
+
+
+def store_run(folder: Path, files: Mapping[str, bytes]) -> None:
+    save_files(folder, files)
+    drop_checkpoints(folder)
+
+
+def run_files(
     config: Config,
     history: History,
     passport: Mapping[str, Any] | None = None,
     more: Mapping[str, bytes] | None = None,
-) -> dict[str, Any]:
-    """`passport`: of data that are not here (their nodes keep them); `more` files to seal."""
+) -> dict[str, bytes]:
+    """All that is kept of a run, as the files of its folder. `passport`: of data that are not here
+    (their nodes keep them); `more` files to seal."""
     files = {
         **(more or {}),
         "config.toml": config.to_toml().encode(),
@@ -199,11 +231,8 @@ def save_run(
         "state.safetensors": pack_state(history.state),
     }
     if passport is None:
-        record_federation(folder.parent, federation_of(config))
         passport = federation_of(config).passport
-    manifest = save_folder(folder, files, _facts(config, history, passport))
-    drop_checkpoints(folder)
-    return manifest
+    return with_manifest(files, _facts(config, history, passport))
 
 
 def record_federation(out: Path, federation: Federation) -> None:

@@ -22,7 +22,7 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The signed number with the same 64 bits (torch has no arithmetic on unsigned ones)."""
     return value - (1 << 64) if value >= 1 << 63 else value
 
@@ -48,14 +48,16 @@ def _shift_right(value: Tensor, bits: int) -> Tensor:
 
 
 def _mix(value: Tensor) -> Tensor:
-    value = (value ^ _shift_right(value, 30)) * _signed(_MIX_1)
-    value = (value ^ _shift_right(value, 27)) * _signed(_MIX_2)
+    value = (value ^ _shift_right(value, 30)) * signed(_MIX_1)
+    value = (value ^ _shift_right(value, 27)) * signed(_MIX_2)
     return value ^ _shift_right(value, 31)
 
 
 def sample_keys(
-    stream_key: int, client: Int64[Tensor, " N"], position: Int64[Tensor, " N"]
+    stream_key: Int64[Tensor, ""], client: Int64[Tensor, " N"], position: Int64[Tensor, " N"]
 ) -> Int64[Tensor, " N"]:
-    """One random 64-bit key per sample, a function of (stream, client id, position) only."""
-    of_client = _mix((client + 1) * _signed(_GOLDEN) + _signed(stream_key))
-    return _mix(of_client + (position + 1) * _signed(_GOLDEN))
+    """One random 64-bit key per sample, a function of (stream, client id, position) only.
+
+    `stream_key` is `signed(key(…))` as a tensor."""
+    of_client = _mix((client + 1) * signed(_GOLDEN) + stream_key)
+    return _mix(of_client + (position + 1) * signed(_GOLDEN))

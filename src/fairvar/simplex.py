@@ -15,8 +15,10 @@ def project(v: Float64[Tensor, "*runs n"]) -> Float64[Tensor, "*runs n"]:
     """argmin_p ‖p − v‖ over p ≥ 0, Σ p = 1: shift by θ and cut at zero.
 
     With u = v sorted downwards, k is the last index with k·u_k > Σ_{j≤k} u_j − 1 and
-    θ = (Σ_{j≤k} u_j − 1) / k. A constant added to v does not change the result.
+    θ = (Σ_{j≤k} u_j − 1) / k. A constant added to v does not change the result, so the largest is
+    made zero first: next to 1e20 the 1 would be lost.
     """
+    v = v - v.amax(-1, keepdim=True)
     u = torch.sort(v, descending=True).values
     excess = torch.cumsum(u, -1) - 1
     k = torch.arange(1, v.shape[-1] + 1, dtype=v.dtype, device=v.device)

@@ -14,6 +14,7 @@ import secrets
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,16 +103,16 @@ def open_seal(raw: bytes) -> dict[str, Any]:
     return found
 
 
-def save_folder(
-    folder: Path, files: Mapping[str, bytes], facts: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Write the files, then the manifest with their checksums; returns the manifest."""
-    for name, content in files.items():
-        write_bytes(folder / name, content)
+def with_manifest(files: Mapping[str, bytes], facts: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of a run and, last, the manifest with their checksums."""
     checksums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    manifest = {**facts, "sha256": checksums}
-    write_bytes(folder / MANIFEST, seal(manifest))
-    return manifest
+    return {**files, MANIFEST: seal({**facts, "sha256": checksums})}
+
+
+def save_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Manifests last: only then a run counts as finished."""
+    for name in sorted(files, key=lambda n: n.endswith(MANIFEST)):
+        write_bytes(folder / name, files[name])
 
 
 def is_complete(folder: Path) -> bool:
@@ -164,21 +165,48 @@ SLOTS = ("checkpoint-a", "checkpoint-b")
 
 def write_checkpoint(folder: Path, number: int, payload: bytes) -> None:
     """Into the older of two slots, so that a good checkpoint always survives."""
-    digest = hashlib.sha256(payload).hexdigest().encode()
-    write_bytes(folder / SLOTS[number % 2], digest + b"\n" + payload)
+    write_hashed(folder / SLOTS[number % 2], payload)
 
 
 def read_checkpoints(folder: Path) -> list[bytes]:
     """The payloads that are intact; damaged ones are left out, since an older one will do."""
-    found = []
-    for slot in SLOTS:
-        try:
-            digest, _, payload = (folder / slot).read_bytes().partition(b"\n")
-        except OSError:
-            continue
-        if hashlib.sha256(payload).hexdigest().encode() == digest:
-            found.append(payload)
-    return found
+    found = (read_hashed(folder / slot) for slot in SLOTS)
+    return [payload for payload in found if payload is not None]
+
+
+def write_hashed(path: Path, payload: bytes) -> None:
+    """With its SHA-256 in front."""
+    write_bytes(path, hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload)
+
+
+def read_hashed(path: Path) -> bytes | None:
+    """The payload, if it is there and intact."""
+    try:
+        digest, _, payload = path.read_bytes().partition(b"\n")
+    except OSError:
+        return None
+    return payload if hashlib.sha256(payload).hexdigest().encode() == digest else None
+
+
+def pack_files(files: Mapping[str, bytes]) -> bytes:
+    """Several files as one: a line with their names and lengths, then their contents."""
+    lengths = {name: len(content) for name, content in files.items()}
+    return b"".join([json.dumps(lengths).encode(), b"\n", *files.values()])
+
+
+def unpack_files(content: bytes) -> dict[str, bytes]:
+    """What `pack_files` packed; nothing if it is something else."""
+    head, _, body = content.partition(b"\n")
+    try:
+        lengths = json.loads(head)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(lengths, dict) or not all(type(n) is int for n in lengths.values()):
+        return {}
+    ends = list(accumulate(lengths.values(), initial=0))
+    whole = ends == sorted(ends) and ends[-1] == len(body)
+    cuts = zip(lengths, pairwise(ends), strict=True)
+    return {name: body[a:b] for name, (a, b) in cuts} if whole else {}
 
 
 def drop_checkpoints(folder: Path) -> None:

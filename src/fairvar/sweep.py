@@ -1,8 +1,8 @@
 """Computing the missing cells of a plan: one process or several, here or on a cluster.
 
-There is no queue and no master: every worker walks over the cells and takes those that are neither
-finished nor locked. So any number of `fairvar sweep` processes may work on one folder, and killing
-any of them loses at most the rounds since its last checkpoint.
+There is no queue and no master: every worker walks over the groups of cells that train together,
+and takes those that are neither finished nor locked. So any number of `fairvar sweep` processes may
+work on one folder, and killing any of them loses at most the rounds since its last checkpoint.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
@@ -24,12 +25,13 @@ import msgspec
 import torch
 
 from fairvar.config import Config
+from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
-from fairvar.experiment import Interrupted, Watch, federation_of, model_of, run_cell, run_folder
+from fairvar.experiment import Interrupted, Watch, federation_of, missing, model_of
+from fairvar.groups import Group, arrange, kind, run_group, tidy
 from fairvar.plugin import load_plugin
 from fairvar.progress import Report
-from fairvar.store import is_complete
 
 MOST_RESTARTS = 3
 UNITS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
@@ -41,7 +43,7 @@ class Status:
 
     cells: int
     done: int
-    elsewhere: int = 0  # being computed by another process
+    elsewhere: int = 0  # left to other processes, which hold them or others of their group
     reason: str = ""  # why it stopped before the end
 
 
@@ -61,32 +63,50 @@ def parse_shard(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def missing(cells: Sequence[Config], out: Path) -> list[Config]:
-    return [cell for cell in cells if not is_complete(run_folder(cell, out))]
+def shard(cells: Sequence[Config], part: int, parts: int, batch: bool = True) -> list[Config]:
+    """Part `part` of `parts`, in whole groups: what trains together does not depend on shards."""
+    if parts == 1:
+        return list(cells)
+    return [cell for group in arrange(cells, batch)[part::parts] for cell in group]
 
 
 def work(
-    cells: Sequence[Config],
+    groups: Sequence[Group],
     out: Path,
     stopping: Callable[[], bool],
     save_every: int | None,
-    rounds_done: Callable[[int], None],
-) -> int:
-    """One worker: compute what nobody else computes; returns how many cells others hold."""
-    elsewhere = 0
-    for cell in cells:
+    pulse: Pulse,
+) -> None:
+    """One worker: compute what nobody else computes."""
+    for group in groups:
         if stopping():
             raise Interrupted("stopped between two runs; the same command continues")
-        last = 0
+        progress = partial(pulse.beat, len(missing(group, out)))
+        run_group(group, out, Watch(progress, stopping, save_every))
+        pulse.rest()
 
-        def progress(done: int, total: int) -> None:
-            nonlocal last
-            rounds_done(done - last if last else 1)
-            last = done
 
-        if run_cell(cell, out, Watch(progress, stopping, save_every)) is None:
-            elsewhere += 1
-    return elsewhere
+class Pulse:
+    """What a worker has done, as three numbers that its parent can read: rounds since it started,
+    rounds behind and in all of what is under way. A round of ten runs that train together is ten.
+    """
+
+    def __init__(self, numbers: Any, worker: int, after: Callable[[], None]) -> None:
+        self.numbers, self.place, self.after, self.last = numbers, 3 * worker, after, 0
+
+    def beat(self, runs: int, done: int, total: int) -> None:
+        new = done - self.last if self.last else 1  # a run that continues starts anywhere
+        self.last = done
+        self._write(self.numbers[self.place] + runs * new, runs * done, runs * total)
+        self.after()
+
+    def rest(self) -> None:
+        self.last = 0
+        self._write(self.numbers[self.place], 0, 0)
+
+    def _write(self, *three: int) -> None:
+        for i, number in enumerate(three):
+            self.numbers[self.place + i] = number
 
 
 @contextmanager
@@ -116,12 +136,15 @@ def run_sweep(
     budget: float | None = None,
     save_every: int | None = None,
     plugin: Path | None = None,
+    batch: bool = True,
 ) -> Status:
-    """Compute the missing cells. Interrupted or out of budget, the same call continues."""
+    """Compute the missing cells. Interrupted or out of budget, the same call continues.
+
+    batch: cells that differ in numbers only train together; else each by itself.
+    """
     if workers < 1 or (save_every is not None and save_every < 1):
         raise BadInput("--workers and --save-every must be at least 1")
     deadline = None if budget is None else time.monotonic() + budget
-    todo = missing(cells, out)
     with stop_signals() as asked:
         spent = False
 
@@ -130,43 +153,51 @@ def run_sweep(
             spent = spent or (deadline is not None and time.monotonic() > deadline)
             return spent or asked()
 
-        meter = Meter(cells, out, report)
+        meter = Meter(cells, out, report, workers)
         try:
+            todo = groups_to_do(cells, out, batch)
             if workers == 1:
-                work(todo, out, stopping, save_every, meter.add)
+                work(todo, out, stopping, save_every, Pulse(meter.numbers, 0, meter.show))
             else:
                 _run_workers(todo, out, stopping, save_every, workers, meter, plugin)
         except Interrupted:
             if asked():
                 raise Interrupted("interrupted; the same command continues") from None
+        tidy(out)
         meter.show(force=True)
         left = len(missing(cells, out))
         reason = "the budget is spent" if spent and left else ""
         return Status(len(cells), len(cells) - left, 0 if spent else left, reason)
 
 
+def groups_to_do(cells: Sequence[Config], out: Path, batch: bool) -> list[Group]:
+    """Groups of the whole plan of which something is missing; a finished plan needs no data."""
+    if not missing(cells, out):
+        return []
+    return [group for group in arrange(cells, batch) if missing(group, out)]
+
+
 class Meter:
-    """Cells done and rounds per second, shown now and then."""
+    """Runs that are finished, rounds per second and what is under way, shown now and then."""
 
-    def __init__(self, cells: Sequence[Config], out: Path, report: Report) -> None:
+    def __init__(self, cells: Sequence[Config], out: Path, report: Report, workers: int) -> None:
         self.cells, self.out, self.report = cells, out, report
-        self.rounds, self.started, self.shown = 0, time.monotonic(), 0.0
-
-    def add(self, rounds: int) -> None:
-        self.rounds += rounds
-        self.show()
+        self.started, self.shown = time.monotonic(), 0.0
+        self.numbers = multiprocessing.get_context("spawn").RawArray("q", 3 * workers)
 
     def show(self, force: bool = False) -> None:
         now = time.monotonic()
         if force or now - self.shown > 1.0:
             self.shown = now
-            rate = self.rounds / max(now - self.started, 1e-9)
+            rounds, behind, total = (sum(self.numbers[i::3]) for i in range(3))
+            rate = f"{rounds / max(now - self.started, 1e-9):.3g} rounds/s"
+            under_way = f", {behind / total:.0%} of those under way" if total else ""
             done = len(self.cells) - len(missing(self.cells, self.out))
-            self.report(done, len(self.cells), f"runs, {rate:.3g} rounds/s")
+            self.report(done, len(self.cells), f"runs, {rate}{under_way}")
 
 
 def _run_workers(
-    cells: Sequence[Config],
+    groups: Sequence[Group],
     out: Path,
     stopping: Callable[[], bool],
     save_every: int | None,
@@ -176,23 +207,23 @@ def _run_workers(
 ) -> None:
     """Spawned processes that all walk the same list; one that dies is started again."""
     context = multiprocessing.get_context("spawn")
-    rounds, stop, errors = context.Value("q", 0), context.Event(), context.SimpleQueue()
+    stop, errors = context.Event(), context.SimpleQueue()
     restarts = 0
 
     def start(number: int) -> Any:
         # Each starts at another place, so that they rarely ask for the same lock.
-        shifted = [cell.to_dict() for cell in (*cells[number::workers], *cells)]
-        told = (shifted, out, stop, rounds, errors, save_every, os.getpid(), plugin)
+        shifted = (*groups[number::workers], *groups)
+        plain = [[cell.to_dict() for cell in group] for group in shifted]
+        told = (number, plain, out, stop, meter.numbers, errors, save_every, os.getpid(), plugin)
         process = context.Process(target=_worker, args=told)
         process.start()
         return process
 
-    running = [start(number) for number in range(min(workers, len(cells)))]
+    running = [start(number) for number in range(min(workers, len(groups)))]
     while running:
         time.sleep(0.2)
         if stopping():
             stop.set()
-        meter.rounds = rounds.value
         meter.show()
         for place, process in enumerate(running):
             if process.exitcode not in (None, 0) and not stop.is_set():
@@ -216,10 +247,11 @@ def _failure(code: int, errors: Any) -> FairvarError:
 
 
 def _worker(
-    cells: Sequence[dict[str, Any]],
+    number: int,
+    groups: Sequence[Sequence[dict[str, Any]]],
     out: Path,
     stop: Any,
-    rounds: Any,
+    numbers: Any,
     errors: Any,
     save_every: int | None,
     parent: int,
@@ -231,13 +263,11 @@ def _worker(
     def stopping() -> bool:
         return bool(stop.is_set()) or os.getppid() != parent
 
-    def count(new: int) -> None:
-        with rounds.get_lock():
-            rounds.value += new
-
     try:
         load_plugin(plugin)
-        work([Config.from_dict(cell) for cell in cells], out, stopping, save_every, count)
+        todo = [tuple(Config.from_dict(cell) for cell in group) for group in groups]
+        _take_device(number, todo[0][0].train.device)
+        work(todo, out, stopping, save_every, Pulse(numbers, number, lambda: None))
     except Interrupted:
         return
     except FairvarError as error:
@@ -245,31 +275,59 @@ def _worker(
         raise SystemExit(error.exit_code) from None
 
 
-def project(cells: Sequence[Config], out: Path, workers: int) -> float:
-    """Seconds that the missing cells will take, from a few rounds of each kind of run."""
-    todo = missing(cells, out)
+def device_for(worker: int, device: str, count: int) -> str:
+    """Workers take turns over the GPUs where the configuration says just "cuda"."""
+    return f"cuda:{worker % count}" if device == "cuda" and count > 1 else device
+
+
+def _take_device(worker: int, device: str) -> None:
+    """From here on, "cuda" is this worker's GPU. The configuration still says "cuda": where a run
+    happened stands in its birth certificate only."""
+    mine = device_for(worker, device, torch.cuda.device_count())
+    if mine != device:
+        torch.cuda.set_device(mine)
+
+
+def crowding(workers: int, threads: int, device: str, cores: int) -> str | None:
+    """What to know if the workers have more threads than the machine has cores."""
+    if workers * threads <= cores or device != "cpu":
+        return None
+    return (f"{workers} worker(s) x {threads} thread(s) share {cores} core(s) and will be slow: "
+            f"use fewer --workers or train.threads=1")  # fmt: skip
+
+
+def project(cells: Sequence[Config], out: Path, workers: int, batch: bool = True) -> float:
+    """Seconds that the missing cells will take, from a few rounds of each kind of group."""
     seconds: dict[tuple[Any, ...], float] = {}
-    total = 0.0
-    for cell in todo:
-        kind = (cell.method.label, cell.data, cell.partition, cell.model, cell.train.batch_size)
-        if kind not in seconds:
-            seconds[kind] = _seconds_per_run(cell)
-        total += seconds[kind]
-    return total / workers
+    costs = []
+    for group in groups_to_do(cells, out, batch):
+        todo = missing(group, out)
+        sort = (*kind(todo[0]), len(todo))
+        if sort not in seconds:
+            seconds[sort] = _seconds_per_group(todo)
+        costs.append(seconds[sort])
+    return max(sum(costs) / workers, *costs, 0.0)
 
 
-def _seconds_per_run(cell: Config) -> float:
-    """Rounds with and without an evaluation, timed on a short run; the first ones warm up."""
-    torch.set_num_threads(cell.train.threads)
-    marks: list[float] = []
-    short = msgspec.structs.replace(cell.train, rounds=8)
-    often = msgspec.structs.replace(cell.evaluate, every=2)
-    data = federation_of(cell)
-    run_rounds(
-        model_of(cell, data), data, cell.method, cell.model.loss, short, often,
-        progress=lambda done, total: marks.append(time.perf_counter()),
-    )  # fmt: skip
-    steps = [b - a for a, b in pairwise(marks)][2:]  # rounds 4 … 8; the even ones evaluate
-    with_evaluation, plain = min(steps[0::2], default=0.0), min(steps[1::2], default=0.0)
-    evaluations = cell.train.rounds / cell.evaluate.every
-    return cell.train.rounds * plain + evaluations * max(with_evaluation - plain, 0.0)
+def _seconds_per_group(cells: Sequence[Config]) -> float:
+    """Rounds with and without an evaluation, timed on short runs; the first three warm up."""
+    first, marks = cells[0], list[float]()
+    torch.set_num_threads(first.train.threads)
+    data, loss = federation_of(first), first.model.loss
+    often = msgspec.structs.replace(first.evaluate, every=3)
+    short = [msgspec.structs.replace(cell.train, rounds=6) for cell in cells]
+    models = [model_of(cell, data) for cell in cells]
+
+    def mark(done: int, total: int) -> None:
+        marks.append(time.perf_counter())
+
+    if len(cells) == 1:
+        run_rounds(models[0], data, first.method, loss, short[0], often, progress=mark)
+    else:
+        zipped = zip(models, cells, short, strict=True)
+        members = [Member(model, cell.method, train) for model, cell, train in zipped]
+        train_grid(members, data, loss, often, mark)
+    steps = [b - a for a, b in pairwise(marks)][2:]  # rounds 4, 5, 6; the last one evaluates
+    with_evaluation, plain = min(steps[2:], default=0.0), min(steps[:2], default=0.0)
+    evaluations = first.train.rounds / first.evaluate.every
+    return first.train.rounds * plain + evaluations * max(with_evaluation - plain, 0.0)

@@ -31,6 +31,18 @@ def scale(tree: Tree, factor: float | Tensor) -> Tree:
     return tree_map(lambda x: x * factor, tree)
 
 
+def divide(tree: Tree, by: float | Tensor) -> Tree:
+    """Without work where the divisor is the number one; in the tree's precision."""
+    if isinstance(by, Tensor):
+        return tree_map(lambda x: x * (1 / by).to(x.dtype), tree)
+    return tree if by == 1 else scale(tree, 1 / by)
+
+
+def concatenate(trees: list[Tree]) -> Tree:
+    """Trees with a leading axis, one after the other."""
+    return {name: torch.cat([t[name] for t in trees]) for name in trees[0]}
+
+
 def stack(trees: list[Tree]) -> Tree:
     """Trees of one shape → one tree whose leaves have a leading axis (client)."""
     return {name: torch.stack([t[name] for t in trees]) for name in trees[0]}

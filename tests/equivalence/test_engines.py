@@ -1,4 +1,4 @@
-"""Reference loop = vmapped = blocked = pooled, for every method, on ragged clients.
+"""Reference loop = vmapped = blocked = pooled = linear, for every method, on ragged clients.
 
 Measured on a CPU after three rounds: 5e-13 relative in float64. In float32 the worst number, over
 all methods, models and kinds of local work below, was 1.7e-7; the tests allow ten times that.
@@ -43,11 +43,12 @@ def run(model: object, method: fv.Method, engine: str, work: str = "step", **mor
     return fv.train(MODELS.get(model, model), data, method, engine=engine, **given)
 
 
-def paths(method: fv.Method, work: str) -> list[str]:
+def paths(model: str, method: fv.Method, work: str) -> list[str]:
+    found = ["vmapped", "linear"] if model == "multinomial" else ["vmapped"]
     if work not in ("step", "mini_batch"):
-        return ["vmapped"]
+        return found
     pooled = not method.curvature and not method.uses_norms
-    return ["vmapped", "blocked", "pooled"] if pooled else ["vmapped", "blocked"]
+    return [*found, "blocked", "pooled"] if pooled else [*found, "blocked"]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_engines_agree(model: str, method: fv.Method, work: str) -> None:
     expected = run(model, method, "reference", work)
     assert expected.diverged_at is None
     assert expected.evaluated.tolist() == [2, 3]
-    for path in paths(method, work):
+    for path in paths(model, method, work):
         found = run(model, method, path, work)
         assert found.birth["engine"] == path
         gaps = distance(found, expected)
@@ -69,7 +70,7 @@ def test_engines_agree(model: str, method: fv.Method, work: str) -> None:
 def test_engines_agree_in_single_precision(model: str, method: fv.Method) -> None:
     for work in ("mini_batch", "epoch"):
         expected = run(model, method, "reference", work, dtype=torch.float32)
-        for path in paths(method, work):
+        for path in paths(model, method, work):
             found = run(model, method, path, work, dtype=torch.float32)
             gaps = {k: v for k, v in distance(found, expected).items() if "accuracy" not in k}
             assert max(gaps.values()) <= TOLERANCE_32, (path, gaps)
@@ -92,13 +93,13 @@ def test_networks_of_the_experiments(
     data = images(2, shape, sizes=(8, 12))
     more: dict = {"data": data, "rounds": 1, "lr": 1e-4}
     expected = run(model, method, "reference", **more)
-    for path in paths(method, "step"):
+    for path in paths(model, method, "step"):
         gaps = distance(run(model, method, path, **more), expected)
         assert max(gaps.values()) <= TOLERANCE_64, (path, gaps)
 
 
 @pytest.mark.parametrize("every", [1, 7])
-@pytest.mark.parametrize("engine", ["reference", "pooled", "vmapped", "blocked"])
+@pytest.mark.parametrize("engine", ["reference", "pooled", "vmapped", "blocked", "linear"])
 def test_divergence_is_a_result(engine: str, every: int) -> None:
     """A learning rate that is far too large: the run ends, and what it kept is finite."""
     more: dict = {"lr": 1e9, "engine": engine, "dtype": torch.float32, "evaluate_every": every}
@@ -121,7 +122,7 @@ def test_engines_diverge_in_the_same_round() -> None:
     found = {
         quadratic_run(golden_federation(), fv.FairGrad(0.2), (0.5, 0.5), 200, lr=1e3, engine=e)
         .diverged_at
-        for e in ("reference", "vmapped", "blocked")
+        for e in ("reference", "vmapped", "blocked", "linear")
     }  # fmt: skip
     assert len(found) == 1
     assert None not in found

@@ -17,8 +17,10 @@ def children(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 @pytest.fixture(scope="session")
 def short(tmp_path_factory: pytest.TempPathFactory, children: Nursery) -> Path:
-    """A folder with plan.toml (six runs of nine rounds) and its undisturbed result in out/."""
+    """A folder with plan.toml (six runs of nine rounds, each by itself) and its undisturbed result
+    in out/."""
     folder = tmp_path_factory.mktemp("short")
-    end = children.run("sweep", write_plan(folder, 9), "--out", folder / "out", "--save-every", "3")
+    plan, out = write_plan(folder, 9), folder / "out"
+    end = children.run("sweep", plan, "--out", out, "--save-every", "3", "--no-batch")
     assert end.code == 0, end.err
     return folder

@@ -115,11 +115,12 @@ def sweep_bytes(out: Path) -> dict[str, dict[str, bytes]]:
 
 
 def run_folders(out: Path) -> list[Path]:
-    return [p for p in sorted(out.iterdir()) if p.is_dir() and p.name not in BESIDE]
+    found = [p for p in sorted(out.iterdir()) if p.is_dir() and p.name not in BESIDE]
+    return [p for p in found if p.name != ".groups"]
 
 
 def visible(out: Path) -> list[Path]:
-    """Files of runs, but for hidden leftovers of a write."""
+    """Files of runs and of groups under way, but for hidden leftovers of a write."""
     found = [p for p in sorted(out.rglob("*")) if p.is_file() and not set(p.parts) & BESIDE]
     return [p for p in found if not p.name.startswith(".")]
 
@@ -181,17 +182,26 @@ def _die_in_save(doomed: str, step: str) -> None:
 
 def _log_computed(path: str) -> None:
     """Note every cell that was computed to its end, in a file that appends whole lines."""
-    from fairvar import experiment
+    from fairvar import experiment, groups
 
-    real = experiment.compute
+    alone, together = experiment.compute, groups.compute_group
 
-    def compute(config: Any, folder: Path, watch: Any) -> Any:
-        history = real(config, folder, watch)
+    def note(configs: Sequence[Any]) -> None:
         with Path(path).open("a") as file:
-            file.write(f"{folder.name} {os.getpid()}\n")
+            file.writelines(f"{c.fingerprint[:16]} {os.getpid()}\n" for c in configs)
+
+    def compute(config: Any, *rest: Any) -> Any:
+        history = alone(config, *rest)
+        note([config])
         return history
 
-    experiment.compute = compute
+    def compute_group(configs: Any, *rest: Any) -> Any:
+        histories = together(configs, *rest)
+        note(configs)
+        return histories
+
+    experiment.compute = groups.compute = compute
+    groups.compute_group = compute_group
 
 
 def _child(arguments: Sequence[str], fault: Mapping[str, Any], words: Path) -> None:

@@ -22,7 +22,8 @@ def test_four_processes_compute_each_run_once(children: Nursery, short: Path, tm
     reads = 0
     for number in range(4):
         out, log = tmp_path / str(number), tmp_path / f"log-{number}"
-        command = ("sweep", short / "plan.toml", "--out", out, "--save-every", "3")
+        command = ("sweep", short / "plan.toml", "--out", out, "--save-every", "3",
+                   "--no-batch")  # fmt: skip
         pids = [children.start(*command, log=str(log)) for _ in range(4)]
         while not (seen := finished(out)) or len(seen) < 6:
             if seen:
@@ -45,7 +46,7 @@ def finished(out: Path) -> list[Path]:
 def test_shards_on_one_folder_make_the_whole(children, short, tmp_path):
     for part in range(3):
         end = children.run("sweep", short / "plan.toml", "--out", tmp_path / "out",
-                           "--shard", f"{part}/3")  # fmt: skip
+                           "--shard", f"{part}/3", "--no-batch")  # fmt: skip
         assert "2 of 2 runs are done" in end.out
         assert len(finished(tmp_path / "out")) == 2 * (part + 1)
     assert sweep_bytes(tmp_path / "out") == sweep_bytes(short / "out")
@@ -57,11 +58,11 @@ def test_a_run_that_another_holds_is_left_to_it(children, short, tmp_path):
     (out / ".locks").mkdir(parents=True)
     with FileLock(out / ".locks" / run_folder(cell, out).name):
         assert run_cell(cell, out, Watch()) is None
-        end = children.run("sweep", short / "plan.toml", "--out", out)
+        end = children.run("sweep", short / "plan.toml", "--out", out, "--no-batch")
         assert end.code == 0
         assert "5 of 6 runs are done" in end.out
-        assert "1 are being computed by other processes" in end.out
-    assert "6 of 6" in children.run("sweep", short / "plan.toml", "--out", out).out
+        assert "1 are left to other processes" in end.out
+    assert "6 of 6" in children.run("sweep", short / "plan.toml", "--out", out, "--no-batch").out
     assert sweep_bytes(out) == sweep_bytes(short / "out")
 
 
@@ -84,7 +85,7 @@ def test_the_lock_of_a_dead_process_is_no_lock(children, short, tmp_path):
         lock = out / ".locks" / run_folder(cell, out).name
         lock.write_text("4711 otherhost")
         os.utime(lock, (2e9, 2e9))
-    assert "6 of 6" in children.run("sweep", short / "plan.toml", "--out", out).out
+    assert "6 of 6" in children.run("sweep", short / "plan.toml", "--out", out, "--no-batch").out
     assert sweep_bytes(out) == sweep_bytes(short / "out")
 
 

@@ -32,7 +32,7 @@ NOT_POOLED = {"FairGrad*", "FairGrad", "QFFL"}
 PATHS = [
     (name, engine)
     for name in GOLDEN
-    for engine in ("reference", "pooled", "vmapped", "blocked")
+    for engine in ("reference", "pooled", "vmapped", "blocked", "linear")
     if engine != "pooled" or name not in NOT_POOLED
 ]
 
@@ -47,12 +47,12 @@ def test_quadratics(name: str, engine: str) -> None:
     follows_golden(name, engine)(METHODS[name])
 
 
-@pytest.mark.parametrize("engine", ["reference", "pooled", "vmapped", "blocked"])
+@pytest.mark.parametrize("engine", ["reference", "pooled", "vmapped", "blocked", "linear"])
 def test_collapsed_fairloss_is_fairloss_star(engine: str) -> None:
     follows_golden("FairLoss*", engine)(fv.FairLoss(0.5, exact=True, collapsed=True))
 
 
-@pytest.mark.parametrize("engine", ["reference", "pooled", "vmapped", "blocked"])
+@pytest.mark.parametrize("engine", ["reference", "pooled", "vmapped", "blocked", "linear"])
 def test_afl_by_hand(engine: str) -> None:
     """f_1 = ½(x − 1)² + ½, f_2 = ½(x + 1)², x⁰ = 0, η = ½, s = ¼.
 

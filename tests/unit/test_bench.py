@@ -9,19 +9,39 @@ import torch
 
 import fairvar as fv
 from fairvar import cli
-from fairvar.bench import BenchSettings, run_bench
-from fairvar.bench.cases import ALL, EPOCH_STEPS, METHODS, Case, cases
-from fairvar.bench.loops import Central, Draw, Lean, Rows, everything
-from fairvar.bench.measure import PeakMemory, Timing, alternate, matmul_limit, ratio
+from fairvar.bench import BenchSettings, contenders, run_bench
+from fairvar.bench import cases as cases_module
+from fairvar.bench.bare import Bare
+from fairvar.bench.cases import ALL, EPOCH_STEPS, METHODS, SIX, Case, cases
+from fairvar.bench.contenders import padded_share
+from fairvar.bench.lean import Lean
+from fairvar.bench.loops import Central, Draw, Rows, drawn, everything, shuffled
+from fairvar.bench.measure import (
+    PATIENCE,
+    PeakMemory,
+    Timing,
+    alternate,
+    in_precision,
+    matmul_limit,
+    ratio,
+)
 from fairvar.bench.naive import Naive
 from fairvar.bench.run import BenchResult, BenchRow
-from fairvar.bench.show import bench_tables, clients_figure, write_bench
+from fairvar.bench.show import (
+    bench_tables,
+    clients_figure,
+    targets_table,
+    write_bench,
+    write_numbers,
+)
+from fairvar.bench.targets import TARGETS, Target, verdicts
 from fairvar.engine.settings import TrainSettings
 from fairvar.engine.state import advance
 from fairvar.engine.train import prepare
 
 CPU = torch.device("cpu")
 LR = 0.1
+LOOPS = (Bare, Lean, Naive)
 STRONG: dict[str, fv.Method] = METHODS | {
     "fairloss": fv.FairLoss(0.5), "fairloss*": fv.FairLoss(0.5, exact=True),
     "fairgrad": fv.FairGrad(0.2), "fairgrad*": fv.FairGrad(0.2, exact=True),
@@ -65,20 +85,20 @@ def test_loops_compute_what_the_reference_computes(name: str, local: str) -> Non
         return found
 
     draw: Draw = everything if local == "step" else same_batches
-    lean, naive = (kind(net, data, method, LR, draw) for kind in (Lean, Naive))
+    loops = [kind(net, data, method, LR, draw) for kind in LOOPS]
     for _ in range(2):
-        lean.round()
-        naive.round()
+        for loop in loops:
+            loop.round()
         state = advance(state, reference.round(state, state.round))
         expected = state.x | {k: v for k, v in state.buffers.items() if v.is_floating_point()}
-        for found in (lean.module.state_dict(), naive.model):
-            gap = max(float((found[k] - v).abs().max()) for k, v in expected.items())
+        for loop in loops:
+            gap = max(float((loop.model[k] - v).abs().max()) for k, v in expected.items())
             assert gap < 1e-10
     start = {k: p.detach() for k, p in net.named_parameters()}
     assert max(float((state.x[k] - start[k]).abs().max()) for k in start) > 1e-3
 
 
-@pytest.mark.parametrize("loop", [Lean, Naive])
+@pytest.mark.parametrize("loop", LOOPS)
 def test_loops_tell_methods_apart(loop: type) -> None:
     """Or the comparison above could not fail."""
     found = {}
@@ -86,8 +106,8 @@ def test_loops_tell_methods_apart(loop: type) -> None:
         made = loop(small_net(), small_federation(), method, LR, everything)
         made.round()
         made.round()
-        model = made.model if loop is Naive else made.module.state_dict()
-        found[name] = torch.cat([v.flatten() for k, v in sorted(model.items()) if k[0] != "1"])
+        model = sorted(made.model.items())
+        found[name] = torch.cat([v.flatten() for k, v in model if k[0] != "1"])
     names = list(found)
     gaps = [float((found[a] - found[b]).abs().max()) for a in names for b in names if a < b]
     assert min(gaps) > 1e-6
@@ -95,7 +115,7 @@ def test_loops_tell_methods_apart(loop: type) -> None:
 
 def test_centralised_step_is_sgd_on_the_pooled_batch() -> None:
     data, net = small_federation(), small_net()
-    central = Central(net, data, LR, None)
+    central = Central(net, data, LR, everything)
     central.round()
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     torch.nn.functional.cross_entropy(net(data.train.x), data.train.y).backward()
@@ -104,10 +124,21 @@ def test_centralised_step_is_sgd_on_the_pooled_batch() -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
+def test_draws_use_each_sample_once_and_differ_between_rounds() -> None:
+    epoch, some = shuffled([5, 7], 3), drawn([5, 7], 3)
+    first, second = epoch(1), epoch(1)
+    assert [len(rows) for rows in first] == [3, 3, 1]
+    assert sorted(torch.cat(first).tolist()) == list(range(7))
+    assert torch.cat(first).tolist() != torch.cat(second).tolist()
+    (rows,) = some(0)
+    assert len(set(rows.tolist())) == 3
+    assert max(some(1)[0].max() for _ in range(20)) == 6
+
+
 def test_loops_refuse_what_they_do_not_implement() -> None:
     for method in (fv.FedAvg(weights="size"), fv.QFFL(1.0)):
         with pytest.raises(fv.BadInput, match="no plain loop"):
-            Lean(small_net(), small_federation(), method, LR, everything)
+            Bare(small_net(), small_federation(), method, LR, everything)
 
 
 def test_contenders_take_turns_and_ratios_are_formed_within_a_turn() -> None:
@@ -134,20 +165,32 @@ def test_contenders_take_turns_and_ratios_are_formed_within_a_turn() -> None:
 
 
 def test_long_work_gets_fewer_turns_and_short_work_more_calls() -> None:
-    now = 0.0
+    now, calls = 0.0, []
 
     def step(cost: float):
         def work() -> None:
             nonlocal now
             now += cost
+            calls.append(cost)
 
         return work
 
-    assert len(alternate({"a": step(5.0)}, CPU, 9, 1.0, lambda: now)["a"].times) == 3
-    assert len(alternate({"a": step(5.0)}, CPU, 2, 1.0, lambda: now)["a"].times) == 2
-    calls = []
-    alternate({"a": lambda: (step(0.001)(), calls.append(1))}, CPU, 3, 1.0, lambda: now)
+    def turns(cost: float, repeat: int) -> int:
+        return len(alternate({"a": step(cost)}, CPU, repeat, 1.0, lambda: now)["a"].times)
+
+    assert [turns(0.1, 9), turns(0.5, 9), turns(5.0, 9), turns(0.5, 2)] == [9, 3, 1, 2]
+    calls.clear()
+    turns(0.001, 3)
     assert len(calls) == 2 + 3 * 20
+    calls.clear()
+    # Beside slow work, short work is repeated more often; a slow plain loop runs once.
+    both = {"slow": step(2 * PATIENCE), "quick": step(0.05)}
+    found = alternate(both, CPU, 9, 0.1, lambda: now, plain=("slow",))
+    assert (calls.count(2 * PATIENCE), calls.count(0.05)) == (1, 2 + 3)
+    assert found["slow"].times == pytest.approx((2 * PATIENCE,))
+    calls.clear()
+    assert len(alternate(both, CPU, 2, 9.0, lambda: now, plain=("slow",))["slow"].times) == 2
+    assert calls.count(2 * PATIENCE) == 1 + 2
 
 
 def test_ratio_of_turns_is_not_the_ratio_of_medians() -> None:
@@ -181,8 +224,32 @@ def test_the_table_of_cases_follows_the_options() -> None:
     assert some == [Case("multinomial", 3, 16, "qffl", "epoch")]
     assert cases(BenchSettings(model="2nn", batch=8))[0].samples == 8
     assert Case("lenet5", 2, 32, "afl", "epoch").batch == 32 // EPOCH_STEPS
+    assert Case("lenet5", 2, 32, "afl", "epoch", 5).batch == 5
+    assert (Case("lenet5", 2, 32, "afl").used, Case("lenet5", 2, 32, "afl", step=8).used) == (
+        64,
+        16,
+    )
     gpu = cases(BenchSettings(device="cuda", model="mobilenet_v2"))
     assert {(c.clients, c.samples) for c in gpu} == {(100, 32)}
+    assert not any("naive" in c.rivals for c in gpu)
+    assert {c.method for c in cases(BenchSettings(case="grid"))} == set(SIX)
+    assert {c.kind for c in cases(BenchSettings(device="cuda"))} == {"rounds", "grid", "ragged"}
+    assert [c.kind for c in cases(BenchSettings(case="memory"))] == ["memory"]
+
+
+def test_every_target_has_a_case_in_the_tables() -> None:
+    """Or a promise would silently never be looked at."""
+    timing = dict.fromkeys(("naive", "bare", "central", "fairvar"), Timing(0, (1.0,), 1, 1))
+    for device in ("cpu", "cuda"):
+        rows = [
+            BenchRow(case, "", timing, 1.0, 1.0, 0.1)
+            for case in cases(BenchSettings(device=device, quick=False))
+        ]
+        own = [t for t in TARGETS if t.device == device]
+        found = verdicts(BenchResult(run_facts() | {"device_type": device}, rows))
+        missing = set(own) - {v.target for v in found}
+        # On the GPU growth with the clients is measured for four methods.
+        assert {t.quantity for t in missing} <= {"clients"}
 
 
 @pytest.mark.parametrize(
@@ -193,6 +260,8 @@ def test_the_table_of_cases_follows_the_options() -> None:
         ({"method": "fairgrd"}, "fairgrad"),
         ({"local": "epochs"}, "bench.local"),
         ({"repeat": 0}, "bench.repeat"),
+        ({"precision": "tf32"}, "NVIDIA"),
+        ({"case": "grids"}, "grid"),
     ],
 )
 def test_bad_options_are_told(arguments: dict, mentioned: str) -> None:
@@ -217,7 +286,7 @@ def test_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("q-FFL", "step"), ("q-FFL", "epoch")
     }  # fmt: skip
     for row in found["rows"]:
-        assert set(row["milliseconds"]) == {"naive", "lean", "central", "fairvar"}
+        assert set(row["milliseconds"]) == {"naive", "bare", "lean", "central", "fairvar"}
         for spread in row["times_faster_than"].values():
             assert 0 < spread["low"] <= spread["median"] <= spread["high"]
         assert row["turns"] == 2
@@ -243,10 +312,107 @@ def test_command_prints_tables_and_writes_files(
     assert torch.__version__ in text
 
 
+def test_a_killed_run_keeps_what_it_has(tmp_path) -> None:
+    class Killed(Exception):
+        pass
+
+    def keep(result: BenchResult) -> None:
+        write_numbers(result, tmp_path)
+        if len(result.rows) == 2:
+            raise Killed
+
+    settings = BenchSettings(model="multinomial", clients=2, batch=4, local="step", repeat=1)
+    with pytest.raises(Killed):
+        run_bench(settings, keep=keep)
+    found = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert [row["method"] for row in found["rows"]] == ["FedAvg", "FairLoss*"]
+    assert "FairLoss" in (tmp_path / "table.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fairgrad*"])
+def test_grid_beside_its_loop_and_its_products(
+    method: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (cases_module, contenders):
+        monkeypatch.setattr(module, "CONFIGURATIONS", 5)
+        monkeypatch.setattr(module, "SEEDS", 2)
+    sizes = ("--clients", "2", "--batch", "4", "--repeat", "1")
+    cli.main(["bench", "--case", "grid", "--method", method, *sizes, "--json"])
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["runs"] == 10
+    assert set(row["milliseconds"]) == {"bare", "gemm", "fairvar"}
+    # Two rounds of the loop in the first calls and one turn, each counted for all runs.
+    assert row["milliseconds"]["bare"]["median"] > 10 * 0.05
+
+
+def test_ragged_clients_and_what_their_padding_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    data = small_federation()
+    settings = TrainSettings(batch_size=4, local_epochs=1, dtype="float64")
+    run = prepare(small_net(), data, fv.FedAvg(), "cross_entropy", settings).run
+    # Clients of 6, 9 and 12; batch norm leaves out the ninth sample of the second.
+    assert padded_share(run.schedule) == pytest.approx((2 + 2 + 3) * 4 / (6 + 8 + 12) - 1)
+    sizes = ("--clients", "3", "--batch", "20", "--repeat", "1")
+    cli.main(["bench", "--case", "ragged", *sizes, "--json"])
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["padding"] > 0
+    assert set(row["milliseconds"]) == {"bare", "fairvar"}
+    counts = Case("multinomial", 50, 800, "fedavg", kind="ragged").federation().sizes
+    assert int(counts.sum()) == 40_000
+    assert counts.max() > 50 * counts.min()
+
+
+def test_memory_of_the_process_is_told_beside_its_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["bench", "--case", "memory", "--clients", "8", "--batch", "4", "--json"])
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert set(row["milliseconds"]) == {"fairvar"}
+    if row["peak_bytes_of_process"] is not None:
+        assert row["peak_bytes_of_process"] > 5e7  # torch alone takes more
+
+
+def test_loops_in_bfloat16_see_their_own_steps() -> None:
+    """Autocast would keep the first cast of a weight that SGD then changes in place."""
+    data, net = small_federation().to(CPU, torch.float32), small_net().float()
+
+    def steps(_client: int) -> Rows:
+        return [None] * 3
+
+    found = {}
+    for precision in ("full", "bfloat16"):
+        loop = Bare(net, data, fv.FedAvg(), LR, steps)
+        in_precision(loop.round, CPU, precision)()
+        found[precision] = loop.model["4.weight"] - net.state_dict()["4.weight"]
+    gap = float((found["full"] - found["bfloat16"]).norm() / found["full"].norm())
+    assert 1e-5 < gap < 0.05
+
+
+def test_targets_are_judged_by_what_was_measured() -> None:
+    def timing(seconds: float) -> Timing:
+        return Timing(0.1, (seconds,), 5, 7_000_000_000)
+
+    def row(clients: int, seconds: float) -> BenchRow:
+        times = {"bare": timing(1.0), "central": timing(0.1), "fairvar": timing(seconds)}
+        return BenchRow(Case("multinomial", clients, 16, "fedavg"), "", times, 1.0, 1.0, 0.2)
+
+    result = BenchResult(run_facts(), [row(50, 0.1), row(1000, 2.5)])
+    assert {(v.target.quantity, v.value, v.met) for v in verdicts(result)} == {
+        ("bare", 10.0, False), ("clients", 25.0, False)
+    }  # fmt: skip
+    place = ("cpu", "multinomial", 50, 16, "fedavg")
+    mine = [Target(*place, "bare", 10), Target(*place, "central", 1.1), Target(*place, "ms", 99),
+            Target(*place, "padding", 20), Target(*place, "gigabytes", 6),
+            Target(*place, "naive", 1), Target("cuda", *place[1:], "bare", 1)]  # fmt: skip
+    assert [v.met for v in verdicts(result, mine)] == [True, True, False, True, False]
+    table = targets_table(result)
+    assert table is not None
+    assert table.title == "Targets: 0 of 2 met"
+    other = BenchResult(run_facts() | {"device_type": "cuda"}, result.rows[:1])
+    assert targets_table(other) is None
+    assert any("25.0" in note for note in bench_tables(result)[-1].notes)
+
+
 def test_picture_of_cost_against_clients(tmp_path) -> None:
-    timing = {
-        k: Timing(0.1, (0.01, 0.02, 0.03), 5) for k in ("naive", "lean", "central", "fairvar")
-    }
+    names = ("naive", "bare", "lean", "central", "fairvar")
+    timing = {k: Timing(0.1, (0.01, 0.02, 0.03), 5) for k in names}
     rows = [
         BenchRow(Case("multinomial", n, 16, "fedavg"), "pooled", timing, 1e6, 1e9) for n in (10, 2)
     ]
@@ -263,5 +429,7 @@ def test_picture_of_cost_against_clients(tmp_path) -> None:
 
 def run_facts() -> dict:
     words = dict.fromkeys(("processor", "device", "fairvar", "torch", "python", "clock"), "x")
-    return words | {"cores": 2, "threads": 1, "matmul_flops_per_second": 1e11, "load_before": 0.1,
-                    "load_after": 1.0, "quick": True}  # fmt: skip
+    return words | {
+        "device_type": "cpu", "precision": "full", "cores": 2, "threads": 1, "quick": True,
+        "matmul_flops_per_second": 1e11, "load_before": 0.1, "load_after": 1.0,
+    }  # fmt: skip

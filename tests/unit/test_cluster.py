@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from fairvar.cluster import compute_files, run_on_ray, store_files
+from fairvar.cluster import compute_files, run_on_ray
 from fairvar.errors import BadInput
-from fairvar.experiment import Watch, run_cell
+from fairvar.experiment import Watch, missing
+from fairvar.groups import arrange, run_group
 from fairvar.plan import Plan
-from fairvar.sweep import missing
+from fairvar.store import save_files
 
 PLAN = {
     "data": {"name": "digits", "clients": 6},
     "train": {"rounds": 3},
-    "sweep": {"methods": ["fedavg", "fairgrad*"], "seeds": 1},
+    "sweep": {"methods": ["fedavg", "fairgrad*"], "seeds": 2},
 }
 HAS_RAY = importlib.util.find_spec("ray") is not None
 
@@ -29,9 +30,9 @@ def files(out: Path) -> dict[str, bytes]:
 
 def test_files_sent_back_equal_those_computed_here(tmp_path):
     cells = Plan.from_dict(PLAN).cells
-    for cell in cells:
-        run_cell(cell, tmp_path / "here", Watch())
-        store_files(tmp_path / "there", compute_files(cell.to_toml()))
+    for group in arrange(cells):
+        run_group(group, tmp_path / "here", Watch())
+        save_files(tmp_path / "there", compute_files([cell.to_toml() for cell in group]))
     assert missing(cells, tmp_path / "there") == []
     assert files(tmp_path / "here") == files(tmp_path / "there")
     assert list((tmp_path / "there" / "federations").iterdir())

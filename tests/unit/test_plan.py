@@ -24,12 +24,12 @@ BASE = {
 
 CHANGES = ["train.lr=0.3", "train.rounds=51", "train.seed=2", "train.batch_size=8",
            "train.dtype='float64'", "train.local_epochs=2", "train.clip_norm=1.0",
-           "train.engine='reference'", "data.seed=1", "data.clients=11", "data.fraction=0.5",
-           "data.name='mnist_1000'", "partition.name='iid'", "model.name='2nn'",
-           "method.strength=0.6", "method.exact=true", "method.name='fedavg'",
+           "train.engine='reference'", "train.precision='tf32'", "data.seed=1", "data.clients=11",
+           "data.fraction=0.5", "data.name='mnist_1000'", "partition.name='iid'",
+           "model.name='2nn'", "method.strength=0.6", "method.exact=true", "method.name='fedavg'",
            "evaluate.every=5", "evaluate.local=false", "protocol='tables'"]  # fmt: skip
 SAME = ["name='other'", "data.root='/elsewhere'", "train.device='cuda:1'", "train.chunk=3",
-        "select.t=0", "select.m=7", "select.unit='mixed'"]  # fmt: skip
+        "train.capture=false", "select.t=0", "select.m=7", "select.unit='mixed'"]  # fmt: skip
 
 
 def changed(*overrides: str) -> Config:

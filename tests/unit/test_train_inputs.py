@@ -177,7 +177,7 @@ def test_the_collapsed_form_refuses_an_epoch_of_several_batches() -> None:
 def test_an_epoch_of_one_batch_is_one_step() -> None:
     one = fv.train("multinomial", DATA, fv.FedAvg(), rounds=2, local_epochs=1)
     step = fv.train("multinomial", DATA, fv.FedAvg(), rounds=2)
-    assert one.birth["engine"] == step.birth["engine"] == "pooled"
+    assert one.birth["engine"] == step.birth["engine"] == "linear"
     assert torch.equal(one.loss, step.loss)
 
 

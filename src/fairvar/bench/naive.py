@@ -1,21 +1,22 @@
 """The client loop with the overheads of a federated-learning framework.
 
-It does what FL-bench's server, trainer and clients do in a round, in the same order: a package is
-deep-copied for every client, parameters and optimiser are loaded from it, a Subset and a DataLoader
-fetch and normalise one sample at a time, metrics are lists of scalars, the updated model is cloned
-to the host, and the server stacks all of them along a last axis. Written from that description.
+It does what FL-bench (October 2025) does in a round with its evaluation switched off, in the same
+order: the server deep-copies the parameters for every client; one worker loads them (and, in a
+second call, the personal ones, of which there are none), resets its optimiser and points one Subset
+and one DataLoader at the client's rows; before and after training it gets ready to evaluate;
+samples are fetched and normalised one at a time; the updated model is cloned to the host, the
+optimiser's state is copied; the server stacks all models along a last axis and sums. Written from
+that description. Left out, though it costs time there: reading its configuration and logging.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from fairvar.bench.loops import (
@@ -34,17 +35,19 @@ from fairvar.methods import AFL, QFFL, AAggFF, FairGrad, FairLoss, Method
 MEAN, SCALE = 0.5, 0.25  # of the raw samples; any numbers do
 
 
-def normalised(sample: Tensor) -> Tensor:
-    """As transforms of single samples do it: for each one the constants become tensors, are
+class Normalise(nn.Module):
+    """As torchvision does it to single samples: for each one the constants become tensors, are
     checked, and a copy is changed in place."""
-    channels = [1] * (sample.dim() - 1)
-    mean, scale = (
-        torch.as_tensor([value] * len(sample), dtype=sample.dtype, device=sample.device)
-        for value in (MEAN, SCALE)
-    )
-    if (scale == 0).any():
-        raise ValueError("scale is zero")
-    return sample.clone().sub_(mean.view(-1, *channels)).div_(scale.view(-1, *channels))
+
+    def forward(self, sample: Tensor) -> Tensor:
+        channels = [1] * (sample.dim() - 1)
+        mean, scale = (
+            torch.as_tensor([value] * len(sample), dtype=sample.dtype, device=sample.device)
+            for value in (MEAN, SCALE)
+        )
+        if (scale == 0).any():
+            raise ValueError("scale is zero")
+        return sample.clone().sub_(mean.view(-1, *channels)).div_(scale.view(-1, *channels))
 
 
 class RawSamples(Dataset[tuple[Tensor, Tensor]]):
@@ -52,26 +55,16 @@ class RawSamples(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.raw, self.y = x.cpu() * SCALE + MEAN, y.cpu()
+        self.transforms = [Normalise()]
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return normalised(self.raw[index]), self.y[index]
+        sample, label = self.raw[index], self.y[index]
+        for transform in self.transforms:
+            sample = transform(sample)
+        return sample, label
 
     def __len__(self) -> int:
         return len(self.y)
-
-
-@dataclass
-class Metrics:
-    """What such a client notes down while it trains."""
-
-    losses: list[float] = field(default_factory=list)
-    predicted: list[int] = field(default_factory=list)
-    true: list[int] = field(default_factory=list)
-
-    def note(self, loss: Tensor, outputs: Tensor, y: Tensor) -> None:
-        self.losses.append(loss.item())
-        self.predicted.extend(outputs.argmax(1).tolist())
-        self.true.extend(y.tolist())
 
 
 class Naive:
@@ -86,8 +79,11 @@ class Naive:
         self.params: Tensors = list(self.module.parameters())
         self.device = self.params[0].device
         self.optimizer = torch.optim.SGD(self.params, lr=lr)
+        self.criterion = nn.CrossEntropyLoss()
         self.fresh = copy.deepcopy(self.optimizer.state_dict())
-        self.samples = RawSamples(data.train.x, data.train.y)
+        self.own = Subset(RawSamples(data.train.x, data.train.y), [])
+        self.batches: list[list[int]] = []
+        self.loader = DataLoader(self.own, batch_sampler=self.batches)
         ends = data.train.offsets
         self.indices = [list(range(ends[i], ends[i + 1])) for i in range(data.clients)]
         self.method, self.lr, self.draw = method, lr, draw
@@ -112,45 +108,53 @@ class Naive:
         package: dict[str, Any] = copy.deepcopy(
             {"model": self.model, "mean_loss": a, "mean_gradient": g}
         )
-        self.module.load_state_dict(package["model"])
-        self.optimizer.load_state_dict(copy.deepcopy(self.fresh))
+        self.module.load_state_dict(package["model"], strict=False)
+        self.module.load_state_dict({}, strict=False)  # personal parameters
+        self.optimizer.load_state_dict(self.fresh)
         return package
 
     def _loader(self, client: int, rows: Rows) -> DataLoader[tuple[Tensor, Tensor]]:
-        own = Subset(self.samples, self.indices[client])
-        batches = [list(range(len(own))) if r is None else r.tolist() for r in rows]
-        return DataLoader(own, batch_sampler=batches)
+        """The one loader, pointed at this client's batches."""
+        self.own.indices = self.indices[client]
+        self.batches[:] = [list(range(len(self.own))) if r is None else r.tolist() for r in rows]
+        return self.loader
 
     def _probe(self, client: int, rows: Rows) -> dict[str, Any]:
         """The first exchange of the exact methods."""
         self._receive(0.0, {})
+        self.module.train()
         x, y = next(iter(self._loader(client, rows[:1])))
-        loss = cross_entropy(self.module(x.to(self.device)), y.to(self.device))
+        loss = self.criterion(self.module(x.to(self.device)), y.to(self.device))
         self.optimizer.zero_grad()
         loss.backward()
         gradient = {k: p.grad for k, p in zip(self.names, self.params, strict=True)}
         return {"loss": loss.item(), "gradient": _host(gradient)}
 
     def _client(self, client: int, rows: Rows, a: float, g: Weights) -> dict[str, Any]:
-        package, metrics = self._receive(a, g), Metrics()
-        gradient: Weights | None = None
+        package = self._receive(a, g)
+        self._turn_to_evaluation()
+        self.module.train()
+        seen: list[tuple[float, Weights]] = []
         for host_x, host_y in self._loader(client, rows):
             x, y = host_x.to(self.device), host_y.to(self.device)
-            outputs = self.module(x)
-            loss = cross_entropy(outputs, y)
+            loss = self.criterion(self.module(x), y)
             self.optimizer.zero_grad()
-            slopes = self._backward(loss, package)
-            if gradient is None:
-                gradient = slopes
+            gradient = self._backward(loss, package)
             self.optimizer.step()
-            metrics.note(loss, outputs, y)
+            if not seen:
+                seen.append((loss.item(), gradient))
+        self._turn_to_evaluation()
         return {
             "model": _host(self.module.state_dict()),
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
-            "metrics": metrics,
-            "loss": metrics.losses[0],
-            "gradient": gradient,
+            "loss": seen[0][0],
+            "gradient": seen[0][1],
         }
+
+    def _turn_to_evaluation(self) -> None:
+        """All that is left of an evaluation that is switched off."""
+        self.module.eval()
+        nn.CrossEntropyLoss(reduction="sum")
 
     def _backward(self, loss: Tensor, package: dict[str, Any]) -> Weights:
         """Leaves the method's direction in .grad; returns ∇f_i for methods that report it."""

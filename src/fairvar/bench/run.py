@@ -18,32 +18,30 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from fairvar._version import __version__
-from fairvar.bench.cases import CLASSES, METHODS, BenchSettings, Case, cases
-from fairvar.bench.loops import Central, Lean, everything, shuffled
-from fairvar.bench.measure import Spread, Timing, Work, alternate, matmul_limit, ratio
-from fairvar.bench.naive import Naive
+from fairvar.bench.cases import CLASSES, CLIENT_LOOPS, METHODS, BenchSettings, Case, cases
+from fairvar.bench.contenders import OURS, make_engine, make_rivals
+from fairvar.bench.measure import Spread, Timing, Work, alternate, matmul_limit, once, ratio
+from fairvar.engine.captured import RECORDINGS
+from fairvar.engine.run import arithmetic
 from fairvar.engine.settings import TrainSettings
-from fairvar.engine.state import advance
-from fairvar.engine.train import Prepared, prepare
+from fairvar.engine.train import prepare
 from fairvar.federation import Federation
 from fairvar.models import build
 from fairvar.progress import Report
 
-LR = 1e-6  # time is measured, not learning: a model that blows up would compute with NaN
 BUSY = 0.5  # load by others above which numbers should not be quoted
-SECONDS_PER_CASE = {True: 3.0, False: 20.0}  # quick or not; three turns are always made
-OURS = "fairvar"
 
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One case: the timings of "naive", "lean", "central" and "fairvar"."""
+    """One case: the timings of "fairvar" and of the case's rivals."""
 
     case: Case
     path: str  # of the engine
     timings: dict[str, Timing]
     flops: float  # one forward and backward pass over all samples, whatever the method
     limit: float  # of the machine, per second
+    padding: float | None = None  # of ragged clients: work on samples that are not there
 
     def against(self, name: str) -> Spread | None:
         """How many times longer the other takes."""
@@ -55,7 +53,7 @@ class BenchRow:
 
     @property
     def samples_per_second(self) -> float:
-        return self.case.clients * self.case.samples / self.seconds
+        return self.case.used / self.seconds
 
     @property
     def share_of_limit(self) -> float:
@@ -64,9 +62,11 @@ class BenchRow:
     def as_dict(self) -> dict[str, Any]:
         case, rivals = self.case, [name for name in self.timings if name != OURS]
         return {
+            "case": case.kind,
             "model": case.model,
             "clients": case.clients,
             "samples": case.samples,
+            "runs": case.runs,
             "local": case.local,
             "batch": case.batch or case.samples,
             "method": METHODS[case.method].label,
@@ -75,6 +75,8 @@ class BenchRow:
             "times_faster_than": {k: _scaled(self.against(k), 1) for k in rivals},
             "first_call_milliseconds": {k: 1000 * t.first for k, t in self.timings.items()},
             "peak_bytes": {k: t.peak_bytes for k, t in self.timings.items()},
+            "peak_bytes_of_process": self.timings[OURS].process_bytes,
+            "padding": self.padding,
             "samples_per_second": self.samples_per_second,
             "share_of_matmul_limit": self.share_of_limit,
             "turns": len(self.timings[OURS].times),
@@ -94,23 +96,34 @@ class BenchResult:
         return {**self.facts, "rows": [row.as_dict() for row in self.rows]}
 
 
-def run_bench(settings: BenchSettings, report: Report | None = None) -> BenchResult:
-    """Measure all cases; `report(done, total, what)` is told before each."""
-    todo = cases(settings)
-    load = os.getloadavg()[0]
+Keep = Callable[[BenchResult], object]
+
+
+def run_bench(
+    settings: BenchSettings, report: Report | None = None, keep: Keep | None = None
+) -> BenchResult:
+    """Measure all cases. `report(done, total, what)` is told before each, and `keep` is given all
+    that is known after each: a run that is killed leaves what it has measured."""
+    todo, load = cases(settings), os.getloadavg()[0]
+    result = BenchResult({"load_before": load})
+    prepare_device(settings.device)
+    device = torch.device(settings.device)
     with _threads(settings.threads):
-        prepare_device(settings.device)
-        device = torch.device(settings.device)
-        limit = matmul_limit(device, _clock(settings)[0])
-        rows = []
+        with arithmetic(settings.numbers, device):
+            limit = matmul_limit(device, _clock(settings)[0], precision=settings.numbers)
+        facts = _facts(settings, limit) | {"load_before": load}
         for number, case in enumerate(todo):
             if report is not None:
                 report(number, len(todo), f"{case.model}, {case.clients} clients, {case.method}")
-            rows.append(_measure(case, settings, limit))
+            # The same precision and the same choice of kernels for everybody.
+            with arithmetic(settings.numbers, device, tries=case.kind != "ragged"):
+                rows = [*result.rows, _measure(case, settings, limit)]
+            result = BenchResult(facts | {"load_after": os.getloadavg()[0]}, rows)
+            if keep is not None:
+                keep(result)
     if report is not None:
         report(len(todo), len(todo), "done")
-    facts = _facts(settings, limit) | {"load_before": load, "load_after": os.getloadavg()[0]}
-    return BenchResult(facts, rows)
+    return result
 
 
 def prepare_device(name: str) -> None:
@@ -121,62 +134,64 @@ def prepare_device(name: str) -> None:
 
 
 def _measure(case: Case, settings: BenchSettings, limit: float) -> BenchRow:
-    gc.collect()
     device = torch.device(settings.device)
+    _free(device)
     data = case.federation().to(device, torch.float32)
     module = build(case.model, case.shape, CLASSES, 0).to(device)
-    flops = _flops(module, data)
-    prepared, contenders = _contenders(case, module, data)
-    seconds = SECONDS_PER_CASE[settings.is_quick]
-    clock, _ = _clock(settings)
-    timings = alternate(contenders, device, settings.repeat, seconds, clock)
-    return BenchRow(case, prepared.path, timings, flops, limit)
+    flops = _flops_per_sample(module, data) * case.used
+    engine = make_engine(case, settings, module, data)
+    contenders = make_rivals(case, settings, module, data) | {OURS: engine}
+    timings = _timings(case, settings, contenders, module, data)
+    if case.kind == "grid":  # the loop trains one of the runs: it would take minutes for all
+        timings["bare"] = timings["bare"].times_by(case.runs)
+    assert engine.ready is not None
+    return BenchRow(case, engine.ready.path, timings, flops, limit, engine.ready.padding)
+
+
+def _timings(
+    case: Case,
+    settings: BenchSettings,
+    contenders: dict[str, Work],
+    module: nn.Module,
+    data: Federation,
+) -> dict[str, Timing]:
+    device, clock = data.train.x.device, _clock(settings)[0]
+    if case.kind == "memory":
+        return {OURS: once(contenders[OURS], device, clock)}
+    plain = [k for k in contenders if k in CLIENT_LOOPS and case.kind == "rounds"]
+    if device.type == "cuda" and plain:
+        # Kernels are chosen when a shape is first seen. Two clients show all of them, and loops
+        # that take a minute need not run twice.
+        pairs = [data.train.of(i) for i in range(min(2, data.clients))]
+        few = Federation.from_arrays(pairs, classes=CLASSES).to(device, torch.float32)
+        for name, work in make_rivals(case, settings, module, few).items():
+            if name in plain:
+                work()
+    return alternate(contenders, device, settings.repeat, settings.limit, clock, plain)
+
+
+def _free(device: torch.device) -> None:
+    """What the last case left behind; the engine looks at free memory when it cuts its work."""
+    RECORDINGS.kept.clear()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _clock(settings: BenchSettings) -> tuple[Callable[[], float], str]:
     """One thread on the CPU: time of the process, which does not run while others have the core."""
-    if settings.device == "cpu" and settings.threads == 1:
+    if settings.on_cpu and settings.threads == 1:
         return time.process_time, "CPU time of the process"
     return time.perf_counter, "wall time"
 
 
-def _contenders(
-    case: Case, module: nn.Module, data: Federation
-) -> tuple[Prepared, dict[str, Work]]:
-    method = METHODS[case.method]
-    draw = everything if case.batch is None else shuffled(case.samples, case.batch)
-    found: dict[str, Work] = {}
-    if case.naive:
-        found["naive"] = Naive(module, data, method, LR, draw).round
-    found["lean"] = Lean(module, data, method, LR, draw).round
-    found["central"] = Central(module, data, LR, case.batch).round
-    epochs = None if case.batch is None else 1
-    train = TrainSettings(
-        lr=LR, batch_size=case.batch, local_epochs=epochs, device=str(data.train.x.device)
-    )
-    prepared = prepare(module, data, method, "cross_entropy", train)
-    found[OURS] = _engine(prepared)
-    return prepared, found
-
-
-def _engine(prepared: Prepared) -> Work:
-    """A round as `train` does it, from state to state."""
-    state = prepared.start()
-
-    def work() -> None:
-        nonlocal state
-        state = advance(state, prepared.round(state, state.round))
-
-    return work
-
-
-def _flops(module: nn.Module, data: Federation) -> float:
-    """Of one forward and backward pass over everybody's samples, counted on the first client."""
+def _flops_per_sample(module: nn.Module, data: Federation) -> float:
+    """Of one forward and backward pass, counted on the first client."""
     x, y = data.train.of(0)
     with FlopCounterMode(display=False) as counter:
         cross_entropy(module(x), y).backward()
     module.zero_grad(set_to_none=True)
-    return float(counter.get_total_flops()) * data.clients
+    return float(counter.get_total_flops()) / len(y)
 
 
 @contextmanager
@@ -190,7 +205,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _facts(settings: BenchSettings, limit: float) -> dict[str, Any]:
-    on_gpu = settings.device != "cpu"
+    on_gpu = not settings.on_cpu
     return {
         "fairvar": __version__,
         "torch": torch.__version__,
@@ -199,6 +214,8 @@ def _facts(settings: BenchSettings, limit: float) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": settings.threads,
         "device": torch.cuda.get_device_name(settings.device) if on_gpu else "cpu",
+        "device_type": torch.device(settings.device).type,
+        "precision": settings.numbers,
         "matmul_flops_per_second": limit,
         "clock": _clock(settings)[1],
         "quick": settings.is_quick,

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fairvar.bench.cases import METHODS
+from fairvar.bench.contenders import OURS
 from fairvar.bench.measure import Spread
-from fairvar.bench.run import OURS, BenchResult, BenchRow
+from fairvar.bench.run import BenchResult, BenchRow
+from fairvar.bench.targets import FEW, MANY, WORDS, Verdict, cost_of_many, verdicts
 from fairvar.report.look import GREY, new_figure, save, styled
 from fairvar.report.render import to_markdown
 from fairvar.report.table import Cell, Column, Estimate, Row, Table
+from fairvar.store import write_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,25 +27,33 @@ else:  # for those who check types while running
 
 TIMES = (
     Column("naive", "naive ms", 1, "per round, client loop with a framework's overheads"),
-    Column("lean", "lean ms", 1, "per round, bare client loop"),
+    Column("bare", "bare ms", 1, "per round, the client loop that people write"),
+    Column("lean", "lean ms", 1, "per round, the same loop tuned by hand"),
     Column("central", "central ms", 1, "SGD on the pooled batch, no clients"),
+    Column("gemm", "gemm ms", 2, "the matrix products of the round alone"),
 )
+LEAN = Column("x_lean", "× lean", 1, "lean / fairvar, median and range")
 SHORT = (
     Column(OURS, "fairvar ms", 2, "per round, median over the turns"),
     Column("x_naive", "× naive", 1, "naive / fairvar, median and range over the turns"),
-    Column("x_lean", "× lean", 1, "lean / fairvar, median and range"),
-    Column("x_central", "of central", 1, "fairvar / central"),
+    Column("x_bare", "× bare", 1, "bare / fairvar, median and range"),
+    Column("x_central", "of central", 2, "fairvar / central"),
+    Column("x_gemm", "of gemm", 2, "fairvar / gemm"),
+    Column("padding", "padding %", 1, "work on samples that are not there, of the other work"),
     Column("peak", "peak MB", 0, "memory of a round on top of data and model"),
-    Column("first", "first ms", 0, "the first round, with all that happens once"),
+    Column("process", "process GB", 1, "peak memory with everything in it"),
+    Column("first", "first ms", 0, "preparing and the first round: all that happens once"),
     Column("speed", "k/s", 0, "thousand training samples per second"),
     Column("limit", "% limit", 1,
            "one forward and backward pass per sample, of the machine's own matrix product"),
 )  # fmt: skip
+TURNS = Column("turns", "turns", 0, "in which all contenders ran; ratios are formed within them")
 PATH = Column("path", "path", 0, "of the engine")
 # Okabe and Ito's colours again; grey is what is compared with.
 LOOKS = {
     "naive": ("#D55E00", "s"),
-    "lean": ("#E69F00", "D"),
+    "bare": ("#E69F00", "D"),
+    "lean": ("#009E73", "v"),
     "central": (GREY, "^"),
     OURS: ("#0072B2", "o"),
 }
@@ -48,38 +61,73 @@ LOOKS = {
 
 def bench_tables(result: BenchResult, full: bool = False) -> list[Table]:
     """One table per model, size and kind of local work; `full` has a column per contender."""
-    columns = (*TIMES, *SHORT, PATH) if full else SHORT
+    columns = (*TIMES, *SHORT[:3], LEAN, *SHORT[3:], TURNS, PATH) if full else SHORT
     groups = [(k, list(rows)) for k, rows in groupby(result.rows, lambda row: row.case.group)]
-    tables = []
+    tables, explained = [], set[str]()
     for number, (title, rows) in enumerate(groups):
-        last = number == len(groups) - 1  # the columns are explained once
-        shown = [c if last else Column(c.key, c.header, c.digits) for c in columns]
-        lines = [Row(METHODS[r.case.method].label, _cells(r, columns)) for r in rows]
-        tables.append(Table(title, shown, lines, _notes(result) if last else ()))
+        cells = [_cells(row) for row in rows]
+        shown = [c for c in columns if any(one.get(c.key) is not None for one in cells)]
+        kept = {c.key for c in shown}
+        lines = [
+            Row(METHODS[row.case.method].label, {k: v for k, v in one.items() if k in kept})
+            for row, one in zip(rows, cells, strict=True)
+        ]
+        # A column is explained where it first occurs.
+        told = [c if c.key not in explained else replace(c, definition="") for c in shown]
+        explained |= kept
+        notes = _notes(result) if number == len(groups) - 1 else ()
+        tables.append(Table(title, told, lines, notes))
     return tables
 
 
-def _cells(row: BenchRow, columns: tuple[Column, ...]) -> dict[str, Cell]:
+def targets_table(result: BenchResult) -> Table | None:
+    """The promises whose cases were measured; None: none was."""
+    found = verdicts(result)
+    columns = [Column(key, key) for key in ("target", "measured", "met")]
+    rows = [Row(f"{v.place}: {METHODS[v.target.method].label}", _judged(v)) for v in found]
+    met = sum(v.met for v in found)
+    return Table(f"Targets: {met} of {len(found)} met", columns, rows) if rows else None
+
+
+def _judged(verdict: Verdict) -> dict[str, Cell]:
+    target = verdict.target
+    sign = "≥" if target.at_least else "≤"
+    return {
+        "target": f"{sign} {target.bound:g} {WORDS[target.quantity]}",
+        "measured": f"{verdict.value:.3g}",
+        "met": "met" if verdict.met else "missed",
+    }
+
+
+def _cells(row: BenchRow) -> dict[str, Cell]:
     ours = row.timings[OURS]
-    central = row.against("central")
-    cells: dict[str, Cell] = {
+    shares = {f"x_{k}": row.against(k) for k in ("central", "gemm")}
+    return {
         **{name: Estimate(1000 * t.seconds.median) for name, t in row.timings.items()},
-        "x_naive": _spread(row.against("naive")),
-        "x_lean": _spread(row.against("lean")),
-        "x_central": Estimate(1 / central.median) if central else None,
+        **{f"x_{k}": _spread(row.against(k), len(ours.times)) for k in ("naive", "bare", "lean")},
+        **{k: Estimate(1 / v.median) for k, v in shares.items() if v is not None},
+        "padding": None if row.padding is None else Estimate(100 * row.padding),
         "peak": None if ours.peak_bytes is None else Estimate(ours.peak_bytes / 1e6),
+        "process": _process(row),
         "first": Estimate(1000 * ours.first),
         "speed": Estimate(row.samples_per_second / 1000),
         "limit": Estimate(100 * row.share_of_limit),
+        "turns": Estimate(len(ours.times)),
         "path": row.path,
     }
-    return {column.key: cells.get(column.key) for column in columns}
 
 
-def _spread(spread: Spread | None) -> str | None:
+def _process(row: BenchRow) -> Cell:
+    """Where the case is about memory; elsewhere it holds what earlier cases left."""
+    peak = row.timings[OURS].process_bytes
+    return Estimate(peak / 1e9) if row.case.kind == "memory" and peak is not None else None
+
+
+def _spread(spread: Spread | None, turns: int) -> str | None:
     if spread is None:
         return None
-    return f"{_short(spread.median)} ({_short(spread.low)}–{_short(spread.high)})"
+    apart = "1 turn" if turns == 1 else f"{_short(spread.low)}–{_short(spread.high)}"
+    return f"{_short(spread.median)} ({apart})"
 
 
 def _short(value: float) -> str:
@@ -92,23 +140,44 @@ def _notes(result: BenchResult) -> list[str]:
     notes = [
         f"{facts['processor']}, {facts['cores']} cores, {facts['threads']} thread(s), device "
         f"{facts['device']}; fairvar {facts['fairvar']}, torch {facts['torch']}, Python "
-        f"{facts['python']}; matrix product {facts['matmul_flops_per_second'] / 1e9:.0f} GFLOP/s",
+        f"{facts['python']}; precision {facts['precision']}, in which a matrix product makes "
+        f"{facts['matmul_flops_per_second'] / 1e9:.0f} GFLOP/s",
         f"{facts['clock']}; {min(turns)} to {max(turns)} turns; load of the machine before "
         f"{facts['load_before']:.2f}, after {facts['load_after']:.2f}",
     ]
+    grown = [(row.case.method, cost_of_many(row, result)) for row in result.rows]
+    many = [f"{METHODS[k].label} {v:.1f}" for k, v in grown if v is not None]
+    if many:
+        notes.append(f"Cost of {MANY} clients over that of {FEW}: {', '.join(many)}")
+    if any(row.case.kind == "grid" for row in result.rows):
+        notes.append("The bare loop of a grid is timed on one run and multiplied by their number.")
     if result.busy:
         notes.append("The machine was busy with other work: do not quote these numbers.")
     return notes
 
 
-def write_bench(result: BenchResult, out: Path) -> list[Path]:
-    """table.md, bench.json and, where a method was measured at several sizes, clients.png/.pdf."""
-    out.mkdir(parents=True, exist_ok=True)
+def write_numbers(result: BenchResult, out: Path) -> list[Path]:
+    """table.md and bench.json, whole at any moment: called after every case."""
     table, data = out / "table.md", out / "bench.json"
-    table.write_text("\n".join(map(to_markdown, bench_tables(result, full=True))), encoding="utf-8")
-    data.write_text(json.dumps(result.as_dict(), indent=2) + "\n", encoding="utf-8")
-    panels = _panels(result)
-    return [table, data, *(save(clients_figure(panels), out, "clients") if panels else [])]
+    promises = targets_table(result)
+    tables = [*bench_tables(result, full=True), *([] if promises is None else [promises])]
+    write_text(table, "\n".join(map(to_markdown, tables)))
+    write_text(data, json.dumps(as_dict(result), indent=2) + "\n")
+    return [table, data]
+
+
+def as_dict(result: BenchResult) -> dict[str, Any]:
+    return result.as_dict() | {"targets": [v.as_dict() for v in verdicts(result)]}
+
+
+def write_bench(result: BenchResult, out: Path) -> list[Path]:
+    """The numbers and, where a method was measured at several sizes, clients.png and .pdf.
+
+    Without matplotlib there is no picture: machines with a GPU often have little else."""
+    files, panels = write_numbers(result, out), _panels(result)
+    if panels and find_spec("matplotlib") is not None:
+        files += save(clients_figure(panels), out, "clients")
+    return files
 
 
 def _panels(result: BenchResult) -> dict[str, list[BenchRow]]:
@@ -116,7 +185,7 @@ def _panels(result: BenchResult) -> dict[str, list[BenchRow]]:
     found: dict[str, list[BenchRow]] = {}
     for row in result.rows:
         case = row.case
-        if case.local == "step":
+        if case.local == "step" and case.kind == "rounds":
             name = f"{METHODS[case.method].label}, {case.model} × {case.samples}"
             found.setdefault(name, []).append(row)
     several = {k: v for k, v in found.items() if len({r.case.clients for r in v}) > 1}

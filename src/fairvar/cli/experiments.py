@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -113,6 +114,7 @@ def sweep(
     shard: str | None = None,
     ray: str | None = None,
     save_every: int | None = None,
+    batch: bool = True,
     dry: Annotated[bool, Parameter(negative="")] = False,
     plugin: Path | None = None,
     json: Json = False,
@@ -128,21 +130,25 @@ def sweep(
         overrides: key=value pairs that change it, such as sweep.seeds=2.
         out: folder for the runs; runs/NAME by default.
         scale: use the file's [scale.NAME] overrides, such as small.
-        workers: processes on this machine, one thread each.
+        workers: processes on this machine, of train.threads threads each (one by default). With
+            train.device=cuda they take turns over the GPUs.
         budget: stop after this time, such as 30min; the same command continues later.
-        shard: only part i of n, such as 0/4, for job arrays.
+        shard: only part i of n, such as 0/4, for job arrays; runs of one batch stay together.
         ray: address of a Ray cluster that computes the missing runs ("local" starts one here).
         save_every: rounds between checkpoints, besides one every ten seconds.
+        batch: runs that differ in numbers only (lr, strength, q, step, seed) train as one batch
+            where that is faster; --no-batch trains every run by itself, the same within rounding.
         dry: check everything, list the runs and their number, and stop.
         plugin: a Python file to load first, for methods of your own.
         json: print the outcome as JSON.
     """
-    from fairvar.experiment import start_note
+    from fairvar.experiment import missing, start_note
     from fairvar.plan import Plan
     from fairvar.plugin import load_plugin
     from fairvar.progress import progress
     from fairvar.store import check_writable
-    from fairvar.sweep import missing, parse_budget, parse_shard, project, run_sweep
+    from fairvar.sweep import crowding, parse_budget, parse_shard, project, run_sweep
+    from fairvar.sweep import shard as shard_of
 
     load_plugin(plugin)
     plan = Plan.load(config, overrides, scale)
@@ -150,30 +156,35 @@ def sweep(
     part, parts = (0, 1) if shard is None else parse_shard(shard)
     if workers < 1 or (save_every is not None and save_every < 1):
         raise BadInput("--workers and --save-every must be at least 1")
-    cells = plan.cells[part::parts]
+    cells = shard_of(plan.cells, part, parts, batch)
     folder = out or Path("runs") / plan.name
     if dry:
         rows = [f"{c.fingerprint[:16]}  {c.method.label}, lr {c.train.lr:g}" for c in cells]
         return print(*rows, f"{len(cells)} runs", sep="\n")
     check_writable(folder)
     tell(start_note(cells[0]) if cells else None)
+    if cells and ray is None:
+        train = cells[0].train
+        tell(crowding(workers, train.threads, train.device, os.cpu_count() or 1))
     if len(missing(cells, folder)) > MANY_RUNS and ray is None:
-        cost = project(cells, folder, workers)
+        cost = project(cells, folder, workers, batch)
         text = f"about {duration(cost)} with {workers} worker(s), from a few timed rounds"
         print(f"{len(missing(cells, folder))} runs to do: {text}", file=sys.stderr)
     with progress(plan.name) as report:
         if ray is not None:
             from fairvar.cluster import run_on_ray
 
-            run_on_ray(cells, folder, ray, report)
-        status = run_sweep(cells, folder, report, workers, seconds, save_every, plugin)
+            run_on_ray(cells, folder, ray, report, batch)
+        status = run_sweep(cells, folder, report, workers, seconds, save_every, plugin, batch)
     if json:
         return print_json({"folder": str(folder), **asdict(status)})
     print(f"{status.done} of {status.cells} runs are done in {folder}")
     if status.reason:
         print(f"stopped because {status.reason}; the same command continues")
     elif status.elsewhere:
-        print(f"{status.elsewhere} are being computed by other processes")
+        print(
+            f"{status.elsewhere} are left to other processes, which hold them or runs beside them"
+        )
 
 
 @app.command

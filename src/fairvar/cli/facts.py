@@ -95,18 +95,21 @@ def doctor(*, json: Json = False) -> None:
 def bench(
     *,
     quick: bool | None = None,
+    case: str | None = None,
     model: str | None = None,
     method: str | None = None,
     clients: int | None = None,
     batch: int | None = None,
     local: str | None = None,
     device: str = "cpu",
+    precision: str | None = None,
     repeat: int = 7,
+    seconds: float | None = None,
     threads: int = 1,
     out: Path | None = None,
     json: Json = False,
 ) -> None:
-    """Speed of a round: the engine beside two client loops and a centralised step, as ratios.
+    """Speed of a round: the engine beside three client loops and a centralised step, as ratios.
 
     All contenders take turns in one process. What is measured is in docs/performance.md.
 
@@ -114,37 +117,43 @@ def bench(
 
     Args:
         quick: the short table, a few minutes; the default on the CPU.
+        case: "rounds", "grid" (275 runs together), "ragged" (uneven clients) or "memory" only.
         model: this model only.
         method: this method only, such as qffl or fairloss* (a star: the exact variant).
         clients: so many clients in every case.
         batch: so many samples per client in every case.
-        local: local work per round, "step" (all samples at once) or "epoch" (four steps).
+        local: local work per round, "step" (all samples at once) or "epoch" (several steps).
         device: "cpu" or "cuda".
+        precision: of all contenders: "full", "tf32" (the default on CUDA) or "bfloat16".
         repeat: turns of all contenders; fewer where a case takes long.
+        seconds: for the turns of one case; slow contenders may run once.
         threads: of torch on the CPU.
-        out: folder for table.md, bench.json and a picture of cost against clients.
+        out: folder for table.md, bench.json (both after every case) and a picture of cost against
+            clients.
         json: print all numbers as JSON.
     """
     from fairvar.bench import BenchSettings, run_bench
-    from fairvar.bench.show import bench_tables, write_bench
+    from fairvar.bench.show import as_dict, bench_tables, targets_table, write_bench, write_numbers
     from fairvar.progress import progress
     from fairvar.report import to_rich
-    from fairvar.report.look import require_matplotlib
     from fairvar.store import check_writable
 
     settings = BenchSettings(
-        quick=quick, model=model, method=method, clients=clients, batch=batch,
-        local=local, device=device, repeat=repeat, threads=threads,  # type: ignore[arg-type]
+        quick=quick, case=case, model=model, method=method,  # type: ignore[arg-type]
+        clients=clients, batch=batch, local=local,  # type: ignore[arg-type]
+        device=device, precision=precision,  # type: ignore[arg-type]
+        repeat=repeat, seconds=seconds, threads=threads,
     )  # fmt: skip
     if out is not None:
-        require_matplotlib()
         check_writable(out)
+    keep = None if out is None else lambda result: write_numbers(result, out)
     with progress("fairvar bench") as report:
-        result = run_bench(settings, report)
+        result = run_bench(settings, report, keep)
     files = write_bench(result, out) if out is not None else []
     if json:
-        return print_json(result.as_dict())
-    for table in bench_tables(result):
+        return print_json(as_dict(result))
+    promises = targets_table(result)
+    for table in [*bench_tables(result), *([] if promises is None else [promises])]:
         show(to_rich(table))
         print()
     if files:

@@ -34,7 +34,7 @@ def aggregate(
     state: State,
     answers: Answers,
     clients: int,
-    lr: float,
+    lr: float | Tensor,
     limit: Limit = lambda weights: weights,
 ) -> Outcome:
     """`method` as it acts in this round; the outcome is over all clients, present or not."""

@@ -7,15 +7,44 @@ round, pass, client id, position). Adding a client changes nobody else's batches
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from fairvar import rng
 from fairvar.errors import BadInput
 from fairvar.federation import Split
+
+
+class Constants(NamedTuple):
+    """What never changes between rounds, on the split's device: rounds then need no host."""
+
+    counts: Int64[Tensor, " n"]
+    offsets: Int64[Tensor, " n"]
+    per_pass: Int64[Tensor, " n"]
+    position: Int64[Tensor, " N"]  # of each sample among its client's
+    order: Int64[Tensor, " n"]
+
+
+class FlatStep(NamedTuple):
+    """The first step of all clients without padding: where in a shuffle its samples stand."""
+
+    place: Int64[Tensor, " b"]
+    client: Int64[Tensor, " b"]
+    length: Int64[Tensor, " n"]
+
+
+class BlockLayout(NamedTuple):
+    """The first step of all clients in blocks of one width, each of one client."""
+
+    place: Int64[Tensor, "blocks width"]  # in a shuffle; padding repeats the client's first
+    real: Bool[Tensor, "blocks width"]
+    share: Float64[Tensor, "blocks width"]  # of each sample in its client's mean; 0 for padding
+    client: Int64[Tensor, " blocks"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +56,7 @@ class Schedule:
     seed: int
     steps: list[int]  # local steps of each client in a round
     passes: list[int]  # batches in one pass over the client's data
+    live_keys: Int64[Tensor, " passes"] | None = None  # a captured round reads its draw from here
 
     @staticmethod
     def build(
@@ -72,27 +102,70 @@ class Schedule:
         """All clients' first batches have one length: nothing is padded."""
         return min(self.lengths) == self.width
 
+    def pads(self, step: int, clients: list[int]) -> bool:
+        """Whether the batch of any of these clients is shorter than the width in this step."""
+        if self.full_batch:
+            return not self.even
+        full = {i: int(self.split.counts[i]) // self.width for i in set(clients)}
+        return any(step % self.passes[i] >= full[i] for i in clients)
+
     @property
     def order(self) -> list[int]:
         """Clients with the most steps first, so that those still active are always a prefix."""
         return sorted(range(len(self.steps)), key=lambda i: -self.steps[i])
 
-    def round(self, t: int) -> RoundBatches:
-        if self.full_batch:
-            shuffled = torch.arange(len(self.split.y), device=self.split.x.device)[None]
-        else:
-            passes = max(ceil(s / p) for s, p in zip(self.steps, self.passes, strict=True))
-            shuffled = torch.stack([self._shuffle(t, number) for number in range(passes)])
-        return RoundBatches(self, shuffled)
+    @cached_property
+    def constants(self) -> Constants:
+        split, device = self.split, self.split.client.device
+        offsets = torch.tensor(split.offsets[:-1], device=device)
+        return Constants(
+            counts=split.counts.to(device),
+            offsets=offsets,
+            per_pass=torch.tensor(self.passes, device=device),
+            position=torch.arange(len(split.client), device=device) - offsets[split.client],
+            order=torch.tensor(self.order, device=device),
+        )
 
-    def _shuffle(self, t: int, number: int) -> Int64[Tensor, " N"]:
+    @cached_property
+    def first(self) -> FlatStep:
+        fixed = self.constants
+        length = torch.clamp(fixed.counts, max=self.width)
+        place = torch.nonzero(fixed.position < length[self.split.client])[:, 0]
+        return FlatStep(place, self.split.client[place], length)
+
+    def blocks(self, width: int) -> BlockLayout:
+        device, fixed = self.split.client.device, self.constants
+        pairs = [(i, at) for i, m in enumerate(self.lengths) for at in range(0, m, width)]
+        client, start = torch.tensor(pairs, device=device).T
+        position = start[:, None] + torch.arange(width, device=device)
+        length = self.first.length[client][:, None]
+        real = position < length
+        place = fixed.offsets[client][:, None] + torch.where(real, position, 0)
+        return BlockLayout(place, real, real / length.double(), client)
+
+    def keys(self, t: int) -> list[int]:
+        """The name of every shuffle of round t; none where every step sees everything."""
+        if self.full_batch:
+            return []
+        passes = max(ceil(s / p) for s, p in zip(self.steps, self.passes, strict=True))
+        return [rng.signed(rng.key(self.seed, "batch", t, number)) for number in range(passes)]
+
+    def round(self, t: int) -> RoundBatches:
+        device = self.split.client.device
+        if self.full_batch:
+            return RoundBatches(self, torch.arange(len(self.split.client), device=device)[None])
+        keys = torch.tensor(self.keys(t), device=device) if self.live_keys is None else (
+            self.live_keys)  # fmt: skip
+        return RoundBatches(self, torch.stack([self._shuffle(key) for key in keys]))
+
+    def _shuffle(self, key: Int64[Tensor, ""]) -> Int64[Tensor, " N"]:
         """All rows, still sorted by client, in this pass's random order within each client."""
         client = self.split.client
-        offsets = torch.tensor(self.split.offsets, device=client.device)
-        position = torch.arange(len(client), device=client.device) - offsets[client]
-        keys = rng.sample_keys(rng.key(self.seed, "batch", t, number), client, position)
-        by_key = torch.argsort(keys, stable=True)
-        return by_key[torch.argsort(client[by_key], stable=True)]
+        keys = rng.sample_keys(key, client, self.constants.position)
+        # One sort by (client, key): the client in the upper bits, the key's upper bits below.
+        bits = len(self.steps).bit_length() + 1
+        by_client = (client << (64 - bits)) + (keys >> bits) + (1 << (63 - bits))
+        return torch.argsort(by_client, stable=True)
 
 
 @dataclass(frozen=True)
@@ -106,10 +179,8 @@ class RoundBatches:
         self, step: int, clients: Int64[Tensor, " k"]
     ) -> tuple[Int64[Tensor, "k width"], Bool[Tensor, "k width"]]:
         """Rows of the training split for this step, padded to one width; which of them are real."""
-        schedule, device = self.schedule, self.shuffled.device
-        counts = schedule.split.counts.to(device)[clients]
-        offsets = torch.tensor(schedule.split.offsets, device=device)[clients]
-        per_pass = torch.tensor(schedule.passes, device=device)[clients]
+        schedule, device, fixed = self.schedule, self.shuffled.device, self.schedule.constants
+        counts, offsets, per_pass = (v[clients] for v in fixed[:3])
         size = schedule.width
         start = (step % per_pass) * size if not schedule.full_batch else torch.zeros_like(counts)
         number = step // per_pass if not schedule.full_batch else torch.zeros_like(counts)

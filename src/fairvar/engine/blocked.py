@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import grad, grad_and_value, jvp, vmap
 
 from fairvar.engine.batches import RoundBatches
-from fairvar.engine.pooled import observed_losses
+from fairvar.engine.pooled import observed_losses, per_client
 from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Replies
@@ -53,10 +53,7 @@ def blocked_round(run: Run, state: State, t: int) -> Outcome:
     fresh = weighted_sum(run.share, gradient) if run.method.uses_mean_gradient else None
     if method.probes:
         a, g = mean_loss, fresh
-    own, shared = (
-        torch.as_tensor(c, dtype=torch.float64, device=run.device).expand(n)
-        for c in method.coefficients(loss, a)
-    )
+    own, shared = (per_client(run, c) for c in method.coefficients(loss, a))
 
     norms = torch.zeros_like(own)
     kept = weights  # of each client's direction, after clipping
@@ -72,9 +69,9 @@ def blocked_round(run: Run, state: State, t: int) -> Outcome:
     if method.uses_curvature:
         products = _weighted_curvature(run, state, blocks, gradient, g, weights)
         direction = add(direction, products, method.curvature)
-    step = torch.as_tensor(run.lr / normaliser, dtype=run.dtype, device=run.device)
+    step = run.lr / normaliser
     return Outcome(
-        update=scale(direction, step),
+        update=scale(direction, step.to(run.dtype) if isinstance(step, Tensor) else step),
         buffers=buffers,
         memory=memory,
         loss=loss,
@@ -96,18 +93,10 @@ def _cut(run: Run, batches: RoundBatches) -> Blocks:
             rows = batches.rows(0, run.ids)[0]
             x, y = split.x[rows], split.y[rows]
         return Blocks(x, y, None, share, run.ids)
-    rows, real = batches.rows(0, run.ids)
-    share = real.to(run.dtype) / real.sum(1, keepdim=True)
-    across = -(-rows.shape[1] // width)
-    missing = across * width - rows.shape[1]
-    if missing:
-        rows = torch.cat([rows, rows[:, :1].expand(-1, missing)], 1)
-        real, share = (torch.nn.functional.pad(v, (0, missing)) for v in (real, share))
-    rows, real, share = (v.reshape(-1, width) for v in (rows, real, share))
-    filled = real[:, 0]  # samples come first in a row, so an empty start is an empty block
-    rows, real, share = rows[filled], real[filled], share[filled]
-    client = run.ids.repeat_interleave(across)[filled]
-    return Blocks(split.x[rows], split.y[rows], real, share, client)
+    layout = run.layout
+    rows = batches.shuffled[0, layout.place]
+    share = layout.share.to(run.dtype)
+    return Blocks(split.x[rows], split.y[rows], layout.real, share, layout.client)
 
 
 def _client_gradients(run: Run, state: State, blocks: Blocks) -> tuple[Tensor, Tree, Tree]:
@@ -119,7 +108,11 @@ def _client_gradients(run: Run, state: State, blocks: Blocks) -> tuple[Tensor, T
         losses, buffers = run.task.sample_losses(params, state.buffers, x, y, real)
         return (losses * share).sum(), buffers
 
-    over_blocks = vmap(grad_and_value(block_loss, has_aux=True), in_dims=(None, *blocks.axes))
+    over_blocks = vmap(
+        grad_and_value(block_loss, has_aux=True),
+        (None, *blocks.axes),
+        chunk_size=run.blocks_at_once,
+    )
     gradients, (losses, buffers) = over_blocks(
         state.x, blocks.x, blocks.y, blocks.real, blocks.share
     )
@@ -164,7 +157,7 @@ def _weighted_curvature(
 
             return jvp(block_loss, (params,), (v,))[1]
 
-        slopes = vmap(along, in_dims=(0, *blocks.axes))(
+        slopes = vmap(along, (0, *blocks.axes), chunk_size=run.blocks_at_once)(
             away, blocks.x, blocks.y, blocks.real, blocks.share
         )
         return (weight * slopes).sum()

@@ -36,41 +36,60 @@ class Piece:
 
 
 class PooledPass:
-    """Client losses at x, and any weighted sums of client gradients, from the same forward pass."""
+    """Client losses at x, and any weighted sums of client gradients, from the same forward pass.
 
-    def __init__(self, run: Run, state: State, batches: RoundBatches) -> None:
+    The pass is made in pieces. If the `coefficients` of the sums are known before the losses, each
+    piece is differentiated at once, while a CPU still has it in its caches. If sums are asked for
+    `later`, the pieces wait with their graphs, or are computed again where these are too large.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        state: State,
+        batches: RoundBatches,
+        coefficients: list[Tensor] | None = None,
+        later: bool = False,
+    ) -> None:
         self.run = run
         self.params = {k: v.detach().requires_grad_() for k, v in state.x.items()}
         self.given_buffers = state.buffers
         self.pieces = _pieces(run, batches)
-        self.kept: Tensor | None = None  # the graph, if everything fits one piece
+        self.totals: list[Tree] = []
+        self.waiting: list[Tensor] = []  # sample losses with their graphs
+        waits = later and run.graphs_fit
         self.loss = torch.zeros(run.clients, dtype=torch.float64, device=run.device)
         self.buffers = {k: torch.zeros_like(v, dtype=_wide(v)) for k, v in state.buffers.items()}
         for piece in self.pieces:
-            with torch.set_grad_enabled(len(self.pieces) == 1):
+            with torch.set_grad_enabled(coefficients is not None or waits):
                 losses = self._forward(piece, remember_buffers=True)
-            if len(self.pieces) == 1:
-                self.kept = losses
             self.loss.index_add_(0, piece.client, losses.detach().double() * piece.share.double())
+            if coefficients is not None:
+                self._differentiate(piece, losses, coefficients)
+            elif waits:
+                self.waiting.append(losses)
         self.buffers = {k: v.to(state.buffers[k].dtype) for k, v in self.buffers.items()}
 
     def gradients(self, coefficients: list[Tensor]) -> list[Tree]:
-        """Σ_i c_i ∇f_i(x) for each vector c over clients."""
-        totals: list[Tree] = []
-        for piece in self.pieces:
-            losses = self.kept if self.kept is not None else self._forward(piece)
-            for number, c in enumerate(coefficients):
-                weight = c.to(losses.dtype)[piece.client] * piece.share
-                keep = number < len(coefficients) - 1
-                found = torch.autograd.grad(
-                    losses, list(self.params.values()), weight, retain_graph=keep
-                )
-                tree = dict(zip(self.params, found, strict=True))
-                if number < len(totals):
-                    totals[number] = add(totals[number], tree)
-                else:
-                    totals.append(tree)
-        return totals
+        """Σ_i c_i ∇f_i(x) for each vector c over clients. Only once: graphs are given up."""
+        while self.pieces:
+            piece = self.pieces.pop()
+            losses = self.waiting.pop() if self.waiting else self._forward(piece)
+            self._differentiate(piece, losses, coefficients)
+        return self.totals
+
+    def _differentiate(self, piece: Piece, losses: Tensor, coefficients: list[Tensor]) -> None:
+        found = []
+        for number, c in enumerate(coefficients):
+            weight = c.to(losses.dtype)[piece.client] * piece.share
+            keep = number < len(coefficients) - 1
+            leaves = torch.autograd.grad(
+                losses, list(self.params.values()), weight, retain_graph=keep
+            )
+            found.append(dict(zip(self.params, leaves, strict=True)))
+        if self.totals:
+            found = [add(a, b) for a, b in zip(self.totals, found, strict=True)]
+        self.totals = found
 
     def _forward(self, piece: Piece, remember_buffers: bool = False) -> Tensor:
         task = self.run.task
@@ -101,23 +120,18 @@ def _wide(buffer: Tensor) -> torch.dtype:
 
 
 def _pieces(run: Run, batches: RoundBatches) -> list[Piece]:
-    split, dtype = run.federation.train, run.dtype
     if run.task.batch_norm:
-        return [_padded_piece(run, batches, ids) for ids in run.ids.split(
-            max(1, run.piece // run.schedule.width))]  # fmt: skip
-    if run.schedule.full_batch:
-        x, y, client, counts = split.x, split.y, split.client, split.counts.to(run.device)
-    else:
-        padded, real = batches.rows(0, run.ids)
-        x, y, counts = split.x[padded[real]], split.y[padded[real]], real.sum(1)
-        client = run.ids[:, None].expand_as(padded)[real]
-    share = (1 / counts.to(dtype))[client]
-    cut = range(0, len(client), run.piece)
-    return [
-        Piece(x[i : i + run.piece], y[i : i + run.piece], None,
-              client[i : i + run.piece], share[i : i + run.piece])
-        for i in cut
-    ]  # fmt: skip
+        together = max(1, run.piece // run.schedule.width)
+        return [_padded_piece(run, batches, ids) for ids in run.ids.split(together)]
+    split, first, whole = run.federation.train, run.schedule.first, run.schedule.full_batch
+    share = (1 / first.length.to(run.dtype))[first.client]
+    found = []
+    for i in range(0, len(first.client), run.piece):
+        some = slice(i, i + run.piece)
+        rows = some if whole else batches.shuffled[0, first.place[some]]
+        x, y = channels_last(split.x[rows]), split.y[rows]
+        found.append(Piece(x, y, None, first.client[some], share[some]))
+    return found
 
 
 def _padded_piece(run: Run, batches: RoundBatches, ids: Tensor) -> Piece:
@@ -126,7 +140,22 @@ def _padded_piece(run: Run, batches: RoundBatches, ids: Tensor) -> Piece:
     weight = real.to(run.dtype)
     share = weight / weight.sum(1, keepdim=True)
     client = ids[:, None].expand_as(rows)
-    return Piece(split.x[rows], split.y[rows], real, client.flatten(), share.flatten())
+    x = channels_last(split.x[rows])
+    return Piece(x, split.y[rows], real, client.flatten(), share.flatten())
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """The same images with the channels next to each other in memory, which convolutions prefer:
+    up to 1.6 times faster on a CPU, 1.7 times for MobileNetV2 on a GPU."""
+    return x.movedim(-3, -1).contiguous().movedim(-1, -3) if x.dim() >= 4 else x
+
+
+def per_client(run: Run, value: Tensor | float) -> Tensor:
+    """A coefficient as one number per client; made on the device, since a captured round cannot
+    fetch numbers from the host."""
+    if isinstance(value, Tensor):
+        return value.double().expand(run.clients)
+    return torch.full_like(run.share, value)
 
 
 def observed_losses(run: Run, state: State, method: Method, on_batch: Tensor) -> Tensor:
@@ -139,18 +168,19 @@ def observed_losses(run: Run, state: State, method: Method, on_batch: Tensor) ->
 
 def pooled_round(run: Run, state: State, t: int) -> Outcome:
     method = run.method.at_round(t)
-    forward = PooledPass(run, state, run.schedule.round(t))
+    ahead = [run.share] * (1 + run.method.reports_gradient) if method.is_blind else None
+    forward = PooledPass(run, state, run.schedule.round(t), ahead, later=True)
     loss = observed_losses(run, state, method, forward.loss)
     weights, memory = method.weigh(state.memory, Replies(loss, run.share, run.ids, run.clients))
     mean_loss = run.share @ loss
-    own, shared = method.coefficients(loss, mean_loss if method.probes else state.mean_loss)
-    own = torch.as_tensor(own, dtype=torch.float64, device=run.device).expand(run.clients)
+    a = mean_loss if method.probes else state.mean_loss
+    own, shared = (per_client(run, c) for c in method.coefficients(loss, a))
     spill = (weights * shared).sum()  # how much of g the weighted sum of directions contains
 
     wanted = [weights * own + spill * run.share if method.probes else weights * own]
     if run.method.reports_gradient:
         wanted.append(run.share)
-    direction, *mean_gradient = forward.gradients(wanted)
+    direction, *mean_gradient = forward.totals or forward.gradients(wanted)
     if state.mean_gradient is not None and not method.probes:
         direction = add(direction, state.mean_gradient, spill.to(run.dtype))
     return Outcome(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fairvar.engine.evaluate import Scores, evaluate_own, evaluate_shared
+from fairvar.engine.linear_eval import Watched
 from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State
 from fairvar.engine.vmapped import TileSums, Trained, client_norms
@@ -43,6 +44,12 @@ class Observation:
         self.squared_gradient_norm = nothing.clone()
         self.sums = TileSums()
         self.local = {s: Scores(nothing.clone(), nothing.clone()) for s in splits}
+        self.gradient_variance: Tensor | None = None
+
+    def take(self, seen: Watched) -> None:
+        """All clients at once, where the path has formed no models: a group of one run."""
+        self.update_norm, self.gradient_variance = seen.update_norm[0], seen.gradient_variance[0]
+        self.local = {s: Scores(*(table[0] for table in seen.local[s])) for s in self.splits}
 
     def __call__(self, trained: Trained) -> None:
         ids, run = trained.ids, self.run
@@ -65,7 +72,9 @@ class Observation:
             )
             if self.watches_clients:
                 scores[split, "local"] = self.local[split]
-        variance = torch.full((), torch.nan, dtype=torch.float64, device=run.device)
+        variance = self.gradient_variance
+        if variance is None:
+            variance = torch.full((), torch.nan, dtype=torch.float64, device=run.device)
         if "gradient" in self.sums.trees:
             # Over those that took part: their shares may sum to less than one.
             seen = torch.where(self.squared_gradient_norm.isnan(), 0.0, run.share)

@@ -25,9 +25,11 @@ class TrainSettings(Checked, frozen=True, kw_only=True):
     participants: Count | None = None  # the same as a number
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     dtype: Literal["float32", "float64"] = "float32"
+    precision: Literal["full", "tf32", "bfloat16"] = "full"  # of products inside; never silently
     device: str = "cpu"
-    engine: Literal["auto", "reference", "pooled", "blocked", "vmapped"] = "auto"
+    engine: Literal["auto", "reference", "pooled", "blocked", "vmapped", "linear"] = "auto"
     chunk: Count | None = None
+    capture: bool | None = None  # record rounds and repeat them: by default on CUDA where possible
     threads: Count = 1  # per run; the last bits may depend on it. Several runs at once fill a CPU
 
     def check(self) -> None:
@@ -35,6 +37,8 @@ class TrainSettings(Checked, frozen=True, kw_only=True):
             raise BadInput("train.local_steps and train.local_epochs are both given; give one")
         if self.participation is not None and self.participants is not None:
             raise BadInput("train.participation and train.participants are both given; give one")
+        if self.precision != "full" and self.dtype != "float32":
+            raise BadInput(f'train.precision = "{self.precision}" needs train.dtype = "float32"')
 
 
 class EvaluateSettings(Checked, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,18 +26,28 @@ class State:
     iterate: Tree | None = None  # x^t, where the resulting model is an average of iterates
 
     def to(self, device: torch.device | str) -> State:
-        def move(tree: Tree | None) -> Any:
-            return None if tree is None else {k: v.to(device) for k, v in tree.items()}
+        return self.map(lambda leaf: leaf.to(device))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> State:
+        """The same state with every tensor replaced."""
+
+        def each(tree: Tree | None) -> Any:
+            return None if tree is None else {k: function(v) for k, v in tree.items()}
 
         return State(
             self.round,
-            move(self.params),
-            move(self.buffers),
-            move(self.memory),
-            self.mean_loss.to(device),
-            move(self.mean_gradient),
-            move(self.iterate),
+            each(self.params),
+            each(self.buffers),
+            each(self.memory),
+            function(self.mean_loss),
+            each(self.mean_gradient),
+            each(self.iterate),
         )
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors, in a fixed order."""
+        trees = (self.params, self.buffers, self.memory, self.mean_gradient, self.iterate)
+        return [self.mean_loss, *(tree[name] for tree in trees if tree for name in sorted(tree))]
 
     @property
     def x(self) -> Tree:
@@ -76,14 +87,16 @@ def initial_state(method: Method, params: Tree, buffers: Tree, clients: int) -> 
     )
 
 
-def advance(state: State, outcome: Outcome) -> State:
-    """The state after the round; a method that averages its iterates keeps the last one aside."""
-    t = state.round + 1
+def advance(state: State, outcome: Outcome, rounds: Tensor | None = None) -> State:
+    """The state after the round; a method that averages its iterates keeps the last one aside.
+
+    A captured round finds the number of rounds done after it in a tensor, `rounds`."""
+    t = state.round + 1 if rounds is None else rounds
     x = subtract(state.x, outcome.update)
     averaged = state.iterate is not None
     mean = add(state.params, scale(subtract(x, state.params), 1 / t)) if averaged else x
     return State(
-        round=t,
+        round=state.round + 1,
         params=mean,
         buffers=outcome.buffers,
         memory=outcome.memory,

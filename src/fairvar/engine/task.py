@@ -29,19 +29,26 @@ class Task:
     batch_norm: bool
     classifies: bool
     loop_only: tuple[str, ...]  # why the module cannot be vectorised; empty if it can
+    half: bool = False  # training passes in bfloat16 (parameters and losses stay as they are)
 
     def sample_losses(
         self, params: Tree, buffers: Tree, x: Tensor, y: Tensor, real: Tensor | None
     ) -> tuple[Tensor, Tree]:
         """Training mode: the loss of every sample and the buffers after this batch."""
-        outputs, buffers = call(self.training, params, buffers, x, real)
-        return self.loss(outputs, y), buffers
+        if not self.half:
+            outputs, buffers = call(self.training, params, buffers, x, real)
+            return self.loss(outputs, y), buffers
+        with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):
+            outputs, buffers = call(self.training, params, buffers, x, real)
+        return self.loss(outputs.to(x.dtype), y), buffers
 
     def client_loss(
-        self, params: Tree, buffers: Tree, x: Tensor, y: Tensor, real: Tensor
+        self, params: Tree, buffers: Tree, x: Tensor, y: Tensor, real: Tensor | None
     ) -> tuple[Tensor, Tree]:
-        """f_i on one padded batch, and the buffers after it."""
+        """f_i on one batch, padded if `real` says so, and the buffers after it."""
         losses, buffers = self.sample_losses(params, buffers, x, y, real)
+        if real is None:
+            return losses.mean(), buffers
         weight = real.to(losses.dtype)
         return (losses * weight).sum() / weight.sum(), buffers
 
@@ -55,6 +62,7 @@ def make_task(
     federation: Federation,
     loss: str | LossFunction,
     seed: int,
+    half: bool = False,
 ) -> Task:
     """Build or copy the model, move it to the data's device and dtype, and check that it fits."""
     x, y = federation.train.x, federation.train.y
@@ -83,6 +91,7 @@ def make_task(
         batch_norm=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in original.modules()),
         classifies=federation.classes is not None,
         loop_only=tuple(p for p in problems if not p.fatal),
+        half=half,
     )
     with torch.no_grad():
         outputs = task.predict(params, buffers, sample)

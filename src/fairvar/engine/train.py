@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,10 @@ from torch import nn
 from fairvar._version import __version__
 from fairvar.engine.batches import Schedule
 from fairvar.engine.blocked import blocked_round
+from fairvar.engine.captured import RECORDINGS, CapturedRound, try_step
+from fairvar.engine.dual import is_affine
+from fairvar.engine.linear import grams_pay, linear_round
+from fairvar.engine.linear_eval import watch_single
 from fairvar.engine.losses import LossFunction
 from fairvar.engine.participation import Participation
 from fairvar.engine.pooled import pooled_round
@@ -22,9 +26,12 @@ from fairvar.engine.record import Book, Observation
 from fairvar.engine.reference import reference_round
 from fairvar.engine.run import (
     Run,
+    arithmetic,
     block_width,
     chunk_for_memory,
     fits_blocked,
+    graphs_fit,
+    peak_megabytes,
     pooled_piece,
     whole_tiles,
 )
@@ -72,6 +79,8 @@ def train(
     participation: float | None = None,
     participants: int | None = None,
     chunk: int | None = None,
+    precision: str = "full",
+    capture: bool | None = None,
     state: State | None = None,
     progress: Progress | None = None,
 ) -> History:
@@ -81,12 +90,14 @@ def train(
     batch_size: samples per local step; None takes all of a client's samples.
     local_steps, local_epochs: work per client and round; give one of them.
     loss: "cross_entropy", "mse" (½ squared error) or (outputs, targets) -> one loss per sample.
-    engine: "auto" picks the pooled, blocked or vmapped path; "reference" is the plain loop.
+    engine: "auto" picks the linear, pooled, blocked or vmapped path; "reference" is a plain loop.
     evaluate_every: evaluate all clients after every so many rounds, and after the last.
     clip_norm: cut each client's direction to this norm (off by default).
     participation, participants: share or number of clients drawn for each round, by default all;
     some of them only on the reference loop (`engine/participation.py` says what averages mean).
     chunk: clients per vectorised call, by default what fits in memory; results do not change.
+    precision: "tf32" or "bfloat16" rounds the inputs of products in training to gain speed.
+    capture: record a round once and repeat it; by default on CUDA, where launching costs most.
     state: continue from here (`history.state` of an earlier call).
     """
     settings = TrainSettings(
@@ -103,6 +114,8 @@ def train(
         device=str(device),
         engine=engine,  # type: ignore[arg-type]
         chunk=chunk,
+        precision=precision,  # type: ignore[arg-type]
+        capture=capture,
     )
     when = EvaluateSettings(
         every=evaluate_every,
@@ -133,18 +146,33 @@ def run_rounds(
     """
     started = time.perf_counter()
     prepared = prepare(model, federation, method, loss, settings)
-    run, path = prepared.run, prepared.path
+    run = prepared.run
+    with arithmetic(settings.precision, run.device, run.few_shapes):
+        book, state = _all_rounds(prepared, settings.rounds, when, start, progress, keep)
+    seconds = time.perf_counter() - started
+    return book.close(state, birth_certificate(prepared, settings, seconds))
+
+
+def _all_rounds(
+    prepared: Prepared,
+    rounds: int,
+    when: EvaluateSettings,
+    start: Checkpoint | None,
+    progress: Progress | None,
+    keep: Keep | None,
+) -> tuple[Book, State]:
+    run = prepared.run
     splits = tuple(s for s in when.splits if s in run.federation.splits)
     state = prepared.start() if start is None else start.state.to(run.device)
     book = Book(run, None if start is None else start.tables)
-    for t in range(state.round, settings.rounds):
-        due = (t + 1) % when.every == 0 or t + 1 == settings.rounds
+    for t in range(state.round, rounds):
+        due = (t + 1) % when.every == 0 or t + 1 == rounds
         seen = Observation(run, state, splits, when.local) if due else None
-        outcome = prepared.round(state, t, seen)
+        after, outcome = prepared.step(state, seen)
         if not outcome.is_finite():
             book.diverged_at = t
             break
-        state = advance(state, outcome)
+        state = after
         book.write(outcome, t)
         if seen is not None:
             evaluation = seen.finish(state)
@@ -155,16 +183,17 @@ def run_rounds(
         if keep is not None:
             keep(t + 1, partial(_checkpoint, state, book))
         if progress is not None:
-            progress(t + 1, settings.rounds)
-    return book.close(state, birth_certificate(run, settings, path, time.perf_counter() - started))
+            progress(t + 1, rounds)
+    return book, state.map(torch.clone)  # a captured round's own tensors serve the next run
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prepared:
     """A run before its first round: data on the device, model and options checked, path chosen."""
 
     run: Run
     path: str
+    captured: CapturedRound | None = None
 
     def start(self) -> State:
         task = self.run.task
@@ -173,6 +202,22 @@ class Prepared:
     def round(self, state: State, t: int, seen: Observation | None = None) -> Outcome:
         """Round t from `state`; `advance(state, outcome)` is the state after it."""
         return _round(self.run, self.path, state, t, seen)
+
+    def step(self, state: State, seen: Observation | None = None) -> tuple[State, Outcome]:
+        """The next round, captured where that is possible. What comes back is valid until the next
+        call; a round whose losses are not finite leaves no usable state."""
+        t, watch = state.round, _watch(seen)
+        within = watch is not None and self.path == "vmapped"  # seen while the round is computed
+        if self.captured is not None and t > 0 and not within:
+            if watch is not None:
+                _see_clients(self.run, self.path, state, t, watch)
+            found = try_step(self.captured, state)
+            if found is not None:
+                return found
+            self.captured = None
+            seen = None
+        outcome = self.round(state, t, seen)
+        return advance(state, outcome), outcome
 
 
 def prepare(
@@ -183,9 +228,26 @@ def prepare(
     settings: TrainSettings,
 ) -> Prepared:
     """All that happens once. For those who drive the rounds themselves, such as the benchmark."""
-    data = federation.to(_device(settings.device), getattr(torch, settings.dtype))
-    run = _make_run(make_task(model, data, loss, settings.seed), data, method, settings)
-    return Prepared(run, choose_path(run, settings.engine))
+    data = on_device(federation, _device(settings.device), getattr(torch, settings.dtype))
+    half = settings.precision == "bfloat16"
+    run = _make_run(make_task(model, data, loss, settings.seed, half), data, method, settings)
+    prepared = Prepared(run, choose_path(run, settings.engine))
+    if wants_capture(settings, run) and prepared.path != "reference":
+        round_of = partial(_round_of_path, prepared.path)
+        prepared.captured = RECORDINGS.find(run, prepared.path, round_of, prepared.start())
+    return prepared
+
+
+def wants_capture(settings: TrainSettings, run: Run) -> bool:
+    wanted = run.device.type == "cuda" if settings.capture is None else settings.capture
+    return wanted and not run.method.looks_at_values
+
+
+@lru_cache(maxsize=2)
+def on_device(federation: Federation, device: torch.device, dtype: torch.dtype) -> Federation:
+    """One copy for all runs of a sweep: moving data sets takes longer than many rounds, and what
+    was captured for one run belongs to these tensors."""
+    return federation.to(device, dtype)
 
 
 def choose_path(run: Run, engine: str) -> str:
@@ -218,8 +280,13 @@ def choose_path(run: Run, engine: str) -> str:
         raise BadInput(f'engine="pooled" cannot do {" and ".join(found)}; use "auto"')
     if engine == "blocked" and not blockable:
         raise BadInput(f'engine="blocked" cannot do {" and ".join(found)}; use "auto"')
+    affine = is_affine(task, run.federation.train.x)
+    if engine == "linear" and not affine:
+        raise BadInput('engine="linear" is for linear models with a known loss; use "auto"')
     if engine != "auto":
         return engine
+    if affine and (not found or grams_pay(run)):
+        return "linear"
     if not found:
         return "pooled"
     x, lengths = run.federation.train.x, run.schedule.lengths
@@ -227,8 +294,16 @@ def choose_path(run: Run, engine: str) -> str:
     return "blocked" if fits else "vmapped"
 
 
+def _watch(seen: Observation | None) -> Observation | None:
+    return seen if seen is not None and seen.watches_clients else None
+
+
+def _round_of_path(path: str, run: Run, state: State, t: int) -> Outcome:
+    return _round(run, path, state, t, None)
+
+
 def _round(run: Run, path: str, state: State, t: int, seen: Observation | None) -> Outcome:
-    watch = seen if seen is not None and seen.watches_clients else None
+    watch = _watch(seen)
     if path == "reference":
         return reference_round(run, state, t, watch)
     if path == "vmapped":
@@ -236,8 +311,18 @@ def _round(run: Run, path: str, state: State, t: int, seen: Observation | None) 
     if watch is not None:
         # These paths never form the clients' own models. They are computed beside them, and the
         # round itself stays the same, so that evaluating does not change the training.
-        vmapped_round(run, state, t, watch)
+        _see_clients(run, path, state, t, watch)
+    if path == "linear":
+        return linear_round(run, state, t)[0]
     return pooled_round(run, state, t) if path == "pooled" else blocked_round(run, state, t)
+
+
+def _see_clients(run: Run, path: str, state: State, t: int, watch: Observation) -> None:
+    """The clients' own models of round t, for the observation alone."""
+    if path == "linear" and grams_pay(run):
+        watch.take(watch_single(run, state, linear_round(run, state, t)[1], watch.splits))
+    else:
+        vmapped_round(run, state, t, watch)
 
 
 def _make_run(task: Task, data: Federation, method: Method, settings: TrainSettings) -> Run:
@@ -265,7 +350,9 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
         ),
         chunk=whole_tiles(fitting),
         piece=pooled_piece(task, x),
+        graphs_fit=graphs_fit(task, x, sum(schedule.lengths)),
         block=block_width(task, x, schedule.lengths),
+        precision=settings.precision,
         share=method.share(data.sizes).to(x.device),
         ids=torch.arange(data.clients, device=x.device),
     )
@@ -276,18 +363,21 @@ def _checkpoint(state: State, book: Book) -> Checkpoint:
 
 
 def birth_certificate(
-    run: Run, settings: TrainSettings, path: str, seconds: float
+    prepared: Prepared, settings: TrainSettings, seconds: float
 ) -> dict[str, object]:
     """Where a result comes from."""
-    on_gpu = run.device.type == "cuda"
+    run, on_gpu = prepared.run, prepared.run.device.type == "cuda"
     return {
         "fairvar": __version__,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(run.device) if on_gpu else str(run.device),
         "dtype": settings.dtype,
         "seed": settings.seed,
-        "engine": path,
+        "precision": settings.precision,
+        "engine": prepared.path,
+        "captured": prepared.captured is not None,
         "seconds": round(seconds, 3),
+        "peak_megabytes": peak_megabytes(run.device),
     }
 
 

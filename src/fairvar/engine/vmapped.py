@@ -21,7 +21,17 @@ from fairvar.engine.pooled import PooledPass, observed_losses
 from fairvar.engine.run import TILE, Run
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Method, Replies
-from fairvar.tree import Tree, add, expand, scale, squared_norm, subtract, tree_map
+from fairvar.tree import (
+    Tree,
+    add,
+    concatenate,
+    divide,
+    expand,
+    scale,
+    squared_norm,
+    subtract,
+    tree_map,
+)
 
 
 @dataclass(frozen=True)
@@ -99,14 +109,14 @@ def vmapped_round(run: Run, state: State, t: int, observe: Observer | None = Non
 
     loss = sent.full_loss if sent.full_loss is not None else batch_loss
     replies = Replies(loss, run.share, run.ids, n)
-    normaliser = torch.as_tensor(method.normaliser(replies, norms, run.lr), dtype=torch.float64)
+    normaliser = method.normaliser(replies, norms, run.lr)
     buffers = {k: sums.trees["buffers"][k].to(v.dtype) for k, v in state.buffers.items()}
     return Outcome(
-        update=scale(sums.trees["update"], (1 / normaliser).to(run.device, run.dtype)),
+        update=divide(sums.trees["update"], normaliser),
         buffers=buffers,
         memory=memory,
         loss=loss,
-        weights=weights / normaliser.to(run.device),
+        weights=weights / normaliser,
         mean_loss=run.share @ loss,
         mean_gradient=sums.trees.get("gradient"),
         ascended=(own < 0).double().mean(),
@@ -117,16 +127,18 @@ def _receive(
     run: Run, state: State, method: Method, batches: RoundBatches
 ) -> tuple[Sent, Tensor | None]:
     """What the clients get before they train, and the losses if the server needs them by then."""
-    full, needs_loss = None, method.uses_losses or method.uses_mean_loss
-    forward = PooledPass(run, state, batches) if method.probes or needs_loss else None
-    loss = None
+    full, loss = None, None
+    needs_loss = method.uses_losses or method.uses_mean_loss
+    forward = None
+    if method.probes or needs_loss:
+        forward = PooledPass(run, state, batches, [run.share] if method.probes else None)
     if forward is not None and needs_loss:
         loss = observed_losses(run, state, method, forward.loss)
         full = loss if method.loss_data == "full" else None
     mean_loss, mean_gradient = state.mean_loss, state.mean_gradient
     if method.probes and forward is not None:
         mean_loss = run.share @ (forward.loss if loss is None else loss)
-        mean_gradient = forward.gradients([run.share])[0]
+        mean_gradient = forward.totals[0]
     return Sent(method, mean_loss.to(run.dtype), mean_gradient, full), loss
 
 
@@ -135,41 +147,82 @@ def train_clients(
 ) -> Trained:
     """All local steps of the clients in these places of the order."""
     first, last = chunk
-    order = run.schedule.order
-    steps = [run.schedule.steps[i] for i in order[first:last]]
-    ids = torch.tensor(order[first:last], device=run.device)
+    clients = run.schedule.order[first:last]
+    steps = [run.schedule.steps[i] for i in clients]
+    ids = run.schedule.constants.order[first:last]
     split = run.federation.train
 
     def step(number: int, some: slice, params: Tree, buffers: Tree, shared: bool) -> _Step:
-        rows, real = batches.rows(number, ids[some])
+        rows, mask = batches.rows(number, ids[some])
+        real = mask if run.schedule.pads(number, clients[some]) else None
         full = None if sent.full_loss is None else sent.full_loss[ids[some]].to(run.dtype)
-        own, scalar = (None if shared else 0), (None if full is None else 0)
-        together = vmap(_client_step(run, sent), in_dims=(own, own, 0, 0, 0, scalar))
+        own = None if shared else 0
+        axes = (own, own, 0, 0, *(None if v is None else 0 for v in (real, full)))
+        together = vmap(_client_step(run, sent), in_dims=axes)
         return together(params, buffers, split.x[rows], split.y[rows], real, full)
 
-    everyone = slice(0, len(ids))
-    start = step(0, everyone, state.x, state.buffers, True)
-    params = tree_map(lambda x, d: x - run.lr * d, expand(state.x, len(ids)), start.direction)
-    buffers = start.buffers
+    start = step(0, slice(0, len(ids)), state.x, state.buffers, True)
+    x = expand(state.x, len(ids))
+    models = Prefix(tree_map(lambda at, d: at - run.lr * d, x, start.direction), start.buffers)
     for number in range(1, steps[0]):
-        for some in _calls(sum(s > number for s in steps), len(ids)):
-            part = tree_map(lambda leaf, s=some: leaf[s], params)
-            kept = tree_map(lambda leaf, s=some: leaf[s], buffers)
-            made = step(number, some, part, kept, False)
-            for name, leaf in params.items():
-                leaf[some] = part[name] - run.lr * made.direction[name]
-            for name, leaf in buffers.items():
-                leaf[some] = made.buffers[name]
-    return Trained(ids, params, buffers, start.loss, start.gradient, start.own)
+        models.shrink(sum(s > number for s in steps))
+        calls = _calls(models.active, len(ids), run.device)
+        parts = [(some, *models.part(some)) for some in calls]
+        made = [step(number, some, params, buffers, False) for some, params, buffers in parts]
+        moved = [
+            (tree_map(lambda at, d: at - run.lr * d, params, one.direction), one.buffers)
+            for (_, params, _), one in zip(parts, made, strict=True)
+        ]
+        models.replace(moved)
+    return Trained(ids, *models.whole(), start.loss, start.gradient, start.own)
 
 
-def _calls(active: int, width: int) -> list[slice]:
+class Prefix:
+    """The models of a chunk's clients while fewer and fewer of them are still training."""
+
+    def __init__(self, params: Tree, buffers: Tree) -> None:
+        self.params, self.buffers = params, buffers
+        self.finished: list[tuple[Tree, Tree]] = []  # those with the fewest steps first
+
+    @property
+    def active(self) -> int:
+        return len(next(iter(self.params.values())))
+
+    def part(self, some: slice) -> tuple[Tree, Tree]:
+        if some == slice(0, self.active):
+            return self.params, self.buffers
+        return tuple(tree_map(lambda leaf: leaf[some], t) for t in (self.params, self.buffers))  # type: ignore[return-value]
+
+    def shrink(self, active: int) -> None:
+        if active < self.active:
+            done = self.part(slice(active, self.active))
+            # Copies: a view would keep the models of everybody alive until the end.
+            self.finished.append((tree_map(Tensor.clone, done[0]), tree_map(Tensor.clone, done[1])))
+            self.params, self.buffers = self.part(slice(0, active))
+
+    def replace(self, parts: list[tuple[Tree, Tree]]) -> None:
+        self.params, self.buffers = _joined(parts)
+
+    def whole(self) -> tuple[Tree, Tree]:
+        return _joined([(self.params, self.buffers), *reversed(self.finished)])
+
+
+def _joined(parts: list[tuple[Tree, Tree]]) -> tuple[Tree, Tree]:
+    if len(parts) == 1:
+        return parts[0]
+    params, buffers = zip(*parts, strict=True)
+    return concatenate(list(params)), concatenate(list(buffers))
+
+
+def _calls(active: int, width: int, device: torch.device) -> list[slice]:
     """How the active prefix of a chunk is vectorised: all of it, or whole tiles and the rest apart.
 
-    So the number of clients that compute together never depends on the chunk below one tile.
+    So the number of clients that compute together never depends on the chunk below one tile. (A GPU
+    promises no such thing, and there a second call costs as much as the first.)
     """
     whole = active - active % TILE
-    cuts = [0, active] if active in (0, width) else [0, whole, active]
+    together = active in (0, width) or device.type == "cuda"
+    cuts = [0, active] if together else [0, whole, active]
     return [slice(a, b) for a, b in pairwise(cuts) if b > a]
 
 
@@ -186,15 +239,23 @@ def _client_step(run: Run, sent: Sent) -> Callable[..., _Step]:
     method, g = sent.method, sent.mean_gradient
 
     def client_step(
-        params: Tree, buffers: Tree, x: Tensor, y: Tensor, real: Tensor, full: Tensor | None
+        params: Tree,
+        buffers: Tree,
+        x: Tensor,
+        y: Tensor,
+        real: Tensor | None,
+        full: Tensor | None,
     ) -> _Step:
         def loss_and_gradient(at: Tree) -> tuple[Tree, tuple[Tensor, Tree]]:
             return grad_and_value(run.task.client_loss, has_aux=True)(at, buffers, x, y, real)
 
         gradient, (loss, new_buffers) = loss_and_gradient(params)
-        own, shared = method.coefficients(loss if full is None else full, sent.mean_loss)
-        direction = scale(gradient, own)
-        if g is not None:
+        own, shared = (
+            c.to(loss.dtype) if isinstance(c, Tensor) else c
+            for c in method.coefficients(loss if full is None else full, sent.mean_loss)
+        )
+        direction = gradient if isinstance(own, float) and own == 1 else scale(gradient, own)
+        if g is not None and not (isinstance(shared, float) and shared == 0):
             direction = add(direction, g, shared)
         if method.uses_curvature:
             away = gradient if g is None else subtract(gradient, g)
@@ -205,7 +266,7 @@ def _client_step(run: Run, sent: Sent) -> Callable[..., _Step]:
         if run.clip_norm is not None:
             norm = squared_norm(direction).sqrt()
             direction = scale(direction, torch.clamp(run.clip_norm / norm, max=1.0))
-        own = torch.as_tensor(own, dtype=loss.dtype, device=loss.device).expand_as(loss)
+        own = own if isinstance(own, Tensor) else torch.full_like(loss, own)
         return _Step(direction, gradient, new_buffers, loss, own)
 
     return client_step

@@ -20,7 +20,14 @@ from fairvar.engine.record import Book, Evaluation
 from fairvar.engine.run import Run
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.state import Outcome, State, advance, initial_state
-from fairvar.engine.train import Checkpoint, Keep, Progress, birth_certificate, prepare
+from fairvar.engine.train import (
+    Checkpoint,
+    Keep,
+    Prepared,
+    Progress,
+    birth_certificate,
+    prepare,
+)
 from fairvar.federated.client import HELD_OUT
 from fairvar.federated.guard import Refusal, counted
 from fairvar.federated.messages import ACCURACY, LOSS, MODEL, SAMPLES
@@ -94,7 +101,8 @@ def federate(
         if progress is not None:
             progress(t + 1, settings.rounds)
     book.run = replace(run, federation=_of_sizes(run.federation, samples))
-    birth = birth_certificate(run, settings, transport.name, time.perf_counter() - started)
+    prepared = Prepared(run, transport.name)
+    birth = birth_certificate(prepared, settings, time.perf_counter() - started)
     birth["refused"] = counted(server.refused)
     return Federated(book.close(state, birth), server.refused)
 

@@ -21,7 +21,7 @@ from fairvar.archive import pack_checkpoint
 from fairvar.engine.state import State
 from fairvar.engine.train import Checkpoint
 from fairvar.errors import BadInput
-from fairvar.experiment import StoredRun, checkpoints, run_folder, save_run
+from fairvar.experiment import StoredRun, checkpoints, run_files, run_folder, store_run
 from fairvar.federated.guard import Refusal
 from fairvar.federated.run import federate, first_state
 from fairvar.federated.settings import FederationSettings
@@ -72,7 +72,7 @@ def run_on(grid: Grid, setup: Setup) -> Path:
     )
     passport = _passport(setup) if setup.own_data else None
     more = {"refused.csv": _table(refused), "federation.json": _terms(setup)}
-    save_run(folder, setup.config, history, passport, more)
+    store_run(folder, run_files(setup.config, history, passport, more))
     LOG.info("the run is in %s", folder)
     return folder
 

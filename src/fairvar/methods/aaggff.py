@@ -38,6 +38,10 @@ class AAggFF(Method, frozen=True, tag="aaggff"):
     setting: Literal["cross_silo", "cross_device"] = "cross_silo"
     losses: LossData = "full"
 
+    @property
+    def looks_at_values(self) -> bool:
+        return self.setting == "cross_silo"
+
     def initial_memory(self, clients: int) -> Memory:
         zeros = torch.zeros(clients, dtype=torch.float64)
         memory = {"gradient_sum": zeros, "round": torch.zeros((), dtype=torch.float64)}

@@ -95,7 +95,7 @@ class Method(Checked, frozen=True, tag_field="name"):
         return getattr(self, "losses", "batch")
 
     @property
-    def curvature(self) -> float:
+    def curvature(self) -> float | Tensor:
         """γ; zero switches the Hessian-vector product off."""
         return 0.0
 
@@ -111,6 +111,18 @@ class Method(Checked, frozen=True, tag_field="name"):
     @property
     def only_one_step(self) -> bool:
         """The method is defined for a single local step per round only."""
+        return False
+
+    @property
+    def is_blind(self) -> bool:
+        """Its weights and coefficients are the plain ones, whatever the losses."""
+        kind = type(self)
+        return kind.weigh is Method.weigh and kind.coefficients is Method.coefficients
+
+    @property
+    def looks_at_values(self) -> bool:
+        """Its functions decide by values how many operations to do (a solver that iterates until it
+        settles): a GPU then cannot record a round and repeat it."""
         return False
 
     # -- runs that differ in numbers only ------------------------------------------------------
@@ -162,7 +174,7 @@ class Method(Checked, frozen=True, tag_field="name"):
         return replies.share, memory
 
     def normaliser(
-        self, replies: Replies, squared_norm: Float64[Tensor, " m"], lr: float
+        self, replies: Replies, squared_norm: Float64[Tensor, " m"], lr: float | Tensor
     ) -> Float64[Tensor, ""] | float:
         """What Σ w_i (x − x_i) is divided by; `squared_norm` is ‖x − x_i‖²."""
         return 1.0

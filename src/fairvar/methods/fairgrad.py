@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from torch import Tensor
+
 from fairvar.methods.regularised import Regularised
 
 
@@ -19,5 +21,5 @@ class FairGrad(Regularised, frozen=True, tag="fairgrad"):
     sends: ClassVar[tuple[str, ...]] = ("model update", "gradient")
 
     @property
-    def curvature(self) -> float:
+    def curvature(self) -> float | Tensor:
         return self.strength

@@ -36,7 +36,7 @@ class QFFL(Method, frozen=True, tag="qffl"):
     def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
         return replies.share * (replies.loss + LOSS_FLOOR) ** self.q, memory
 
-    def normaliser(self, replies: Replies, squared_norm: Tensor, lr: float) -> Tensor:
+    def normaliser(self, replies: Replies, squared_norm: Tensor, lr: float | Tensor) -> Tensor:
         f = replies.loss + LOSS_FLOOR
         h = self.q * f ** (self.q - 1) * squared_norm / lr**2 + f**self.q / lr
         return lr * (replies.share * h).sum()

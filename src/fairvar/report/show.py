@@ -25,9 +25,12 @@ def run_table(folder: Path, manifest: Mapping[str, Any]) -> RichTable:
     """One row per evaluated split and model of a run."""
     diverged = manifest["diverged_at"]
     state = "" if diverged is None else f", diverged in round {diverged}"
+    birth = manifest["birth"]
+    peak = f", peak memory {birth['peak_megabytes']} MB" if birth.get("peak_megabytes") else ""
+    cost = f"{birth.get('seconds', 0):.1f} s on {birth.get('device')} ({birth.get('engine')}){peak}"
     table = RichTable(
         title=f"{manifest['method']}: {manifest['rounds']} rounds{state}",
-        caption=f"variances over clients in fraction² × 100; stored in {folder}",
+        caption=f"variances over clients in fraction² × 100; {cost}; stored in {folder}",
         title_justify="left",
         caption_justify="left",
     )

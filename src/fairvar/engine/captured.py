@@ -1,0 +1,176 @@
+"""Captured rounds: a round recorded once as a CUDA graph and repeated without the host.
+
+Small models spend most of an eager round on launching kernels. A captured round works on fixed
+tensors: the state, the names of this round's shuffles, and the run's numbers (learning rate,
+strengths). Since these are read from the device, one recording serves all runs of a grid that
+differ in numbers and seeds only.
+
+Without CUDA the same fixed tensors are used and the round is simply computed: the slow twin, by
+which the tests compare everything but the recording itself with ordinary rounds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fairvar.engine.run import Run
+from fairvar.engine.state import Outcome, State, advance
+from fairvar.methods.base import Method
+
+RoundOf = Callable[[Run, State, int], Outcome]
+T = TypeVar("T")
+LATER = 1  # any round but the first, in which a warm start may act differently
+WARM_UP = 2  # rounds before recording: libraries choose and load their kernels
+KEPT = 3  # recordings kept for later runs; each holds the memory of a round
+
+
+class Recorded(Generic[T]):
+    """A computation from and to fixed tensors: recorded at its first call on CUDA, then repeated.
+
+    `compute` changes nothing, because it runs a few times before the recording; `store` does."""
+
+    def __init__(
+        self, compute: Callable[[], T], store: Callable[[T], None], device: torch.device
+    ) -> None:
+        self.compute, self.store, self.device = compute, store, device
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        if self.device.type != "cuda":
+            self.store(self.compute())
+            return
+        if self.graph is None:
+            self._record()
+        assert self.graph is not None
+        self.graph.replay()
+
+    def _record(self) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                self.compute()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.store(self.compute())
+        self.graph = graph
+
+
+class CapturedRound:
+    """Repeats `round_of` from state to state for one run after the other."""
+
+    def __init__(self, run: Run, round_of: RoundOf, state: State) -> None:
+        device = run.device
+        self.state = state.map(torch.clone)
+        self.numbers = {
+            name: torch.full((), value, dtype=torch.float64, device=device)
+            for name, value in _numbers(run.method, run.lr).items()
+        }
+        shuffles = len(run.schedule.keys(LATER))
+        self.names = torch.zeros(1 + shuffles, dtype=torch.int64, device=device)  # rounds, shuffles
+        lr = self.numbers["lr"]
+        method = run.method.with_numbers({k: v for k, v in self.numbers.items() if k != "lr"})
+        schedule = replace(run.schedule, live_keys=self.names[1:])
+        self.run = replace(run, lr=lr, method=method, schedule=schedule)
+        self.round_of = round_of
+        self.outcome: Outcome | None = None
+        self.recorded = Recorded(self._compute, self._store, device)
+
+    def begin(self, run: Run) -> None:
+        """The next rounds are those of this run: same operations, other numbers."""
+        for name, value in _numbers(run.method, run.lr).items():
+            self.numbers[name].fill_(value)
+        self.schedule = run.schedule
+
+    def step(self, state: State) -> tuple[State, Outcome]:
+        """The state after the next round, valid until the next call, and its outcome, of which the
+        numbers per client stay valid."""
+        t = state.round
+        self._load(state)
+        self.names.copy_(torch.tensor([t + 1, *self.schedule.keys(t)]))
+        self.recorded()
+        assert self.outcome is not None
+        self.state = replace(self.state, round=t + 1)
+        kept = {k: getattr(self.outcome, k).clone() for k in ("loss", "weights", "ascended")}
+        return self.state, replace(self.outcome, **kept)
+
+    def _load(self, state: State) -> None:
+        for mine, given in zip(self.state.tensors(), state.tensors(), strict=True):
+            if mine is not given:
+                mine.copy_(given)
+
+    def _compute(self) -> tuple[State, Outcome]:
+        outcome = self.round_of(self.run, self.state, LATER)
+        return advance(self.state, outcome, self.names[0].double()), outcome
+
+    def _store(self, found: tuple[State, Outcome]) -> None:
+        after, self.outcome = found
+        fine = torch.isfinite(self.outcome.loss).all()  # a round that diverged changes nothing
+        for mine, new in zip(self.state.tensors(), after.tensors(), strict=True):
+            mine.copy_(torch.where(fine, new, mine))
+
+
+def _numbers(method: Method, lr: float | Tensor) -> dict[str, float]:
+    return {"lr": float(lr), **method.numbers}
+
+
+class Recordings:
+    """The last few captured rounds of this process, found again by what they compute."""
+
+    def __init__(self) -> None:
+        self.kept: OrderedDict[object, CapturedRound] = OrderedDict()
+
+    def find(self, run: Run, path: str, round_of: RoundOf, state: State) -> CapturedRound:
+        key = _key(run, path)
+        found = self.kept.pop(key, None) or CapturedRound(run, round_of, state)
+        self.kept[key] = found
+        while len(self.kept) > KEPT:
+            self.kept.popitem(last=False)
+        found.begin(run)
+        return found
+
+    def forget(self, captured: CapturedRound) -> None:
+        self.kept = OrderedDict((k, v) for k, v in self.kept.items() if v is not captured)
+
+
+RECORDINGS = Recordings()
+
+
+def _key(run: Run, path: str) -> object:
+    """Two runs with one key consist of the same operations on the same data."""
+    module = run.task.original
+    told = repr(module) if _is_known(module) else id(module)
+    shapes = tuple((k, v.shape, v.dtype) for k, v in run.task.params.items())
+    schedule = run.schedule
+    work = (schedule.batch_size, tuple(schedule.steps), run.clip_norm, run.chunk, run.precision)
+    return path, id(run.federation), run.task.loss, told, shapes, run.method.form, work
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Torch's and our own layers say all about themselves when printed."""
+    ours = ("torch.nn.", "fairvar.models.")
+    return all(type(m).__module__.startswith(ours) for m in module.modules())
+
+
+def try_step(captured: CapturedRound, state: State) -> tuple[State, Outcome] | None:
+    """None if the round cannot be recorded, for example because a layer asks the host."""
+    try:
+        return captured.step(state)
+    except RuntimeError as error:
+        RECORDINGS.forget(captured)
+        if captured.run.device.type != "cuda" or captured.outcome is not None:
+            raise
+        torch.cuda.synchronize()
+        warnings.warn(
+            f"rounds are computed without recording them first: {str(error).splitlines()[0]}",
+            stacklevel=2,
+        )
+        return None
