@@ -5,10 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test fast check bench clean
+.PHONY: help demo test deploy fast check bench clean
 help:
 	@echo "make demo   set up and run all methods on embedded data (about a minute)"
 	@echo "make test   set up and run all tests"
+	@echo "make deploy  tests that start Flower's own processes (SuperLink, SuperNodes), ten minutes"
 	@echo "make fast   the quick tests only"
 	@echo "make check  format, lint, types"
 	@echo "make bench  speed against a plain client loop, as ratios"
@@ -26,10 +27,13 @@ demo: $(READY)
 	$(BIN)/fairvar demo
 
 test: $(READY)
-	$(BIN)/pytest -n auto --dist loadgroup
+	$(BIN)/pytest -n auto -m "not deployment"
+
+deploy: $(READY)
+	$(BIN)/pytest -m deployment
 
 fast: $(READY)
-	$(BIN)/pytest -n auto -m "not slow"
+	$(BIN)/pytest -n auto -m "not slow and not deployment"
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -26,7 +26,7 @@ from fairvar.federated.run import federate
 from fairvar.flower.keys import make_keys
 from fairvar.flower.setup import Setup, read_setup
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployment")]
+pytestmark = pytest.mark.deployment
 
 
 @pytest.fixture(scope="module")

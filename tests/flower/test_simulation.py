@@ -20,7 +20,7 @@ from test_deployment import same_as_reference, stored
 from fairvar.flower.new import new_app
 from fairvar.flower.setup import read_setup
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("deployment")]
+pytestmark = pytest.mark.deployment
 RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}  # loopback only
 
 
