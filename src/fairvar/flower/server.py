@@ -21,7 +21,15 @@ from fairvar.archive import pack_checkpoint
 from fairvar.engine.state import State
 from fairvar.engine.train import Checkpoint
 from fairvar.errors import BadInput
-from fairvar.experiment import StoredRun, checkpoints, run_files, run_folder, store_run
+from fairvar.experiment import (
+    StoredRun,
+    checkpoints,
+    federation_of,
+    record_federation,
+    run_files,
+    run_folder,
+    store_run,
+)
 from fairvar.federated.guard import Refusal
 from fairvar.federated.run import federate, first_state
 from fairvar.federated.settings import FederationSettings
@@ -71,6 +79,8 @@ def run_on(grid: Grid, setup: Setup) -> Path:
         finish=lambda outcome: outcome if privacy is None else noisy(outcome, privacy),
     )
     passport = _passport(setup) if setup.own_data else None
+    if passport is None:
+        record_federation(folder.parent, federation_of(setup.config))
     more = {"refused.csv": _table(refused), "federation.json": _terms(setup)}
     store_run(folder, run_files(setup.config, history, passport, more))
     LOG.info("the run is in %s", folder)
