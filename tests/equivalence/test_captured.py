@@ -93,3 +93,26 @@ def test_captured_grids_are_ordinary_grids(method: fv.Method, work: str) -> None
             assert torch.equal(leaf.nan_to_num(), other.state.params[name].nan_to_num()), name
         for key, table in one.accuracy.items():
             assert torch.equal(table.nan_to_num(), other.accuracy[key].nan_to_num()), key
+
+
+class Fading(fv.FairLoss, frozen=True, tag="fading"):
+    """A schedule: half the strength after round 3."""
+
+    def at_round(self, t: int) -> fv.Method:
+        return self if t < 3 else fv.FairLoss(self.strength / 2)
+
+
+def test_a_method_with_a_schedule_is_not_repeated_as_it_was() -> None:
+    method, data = Fading(5.0), images(10)
+    expected = run("cnn", method, "auto", rounds=6)
+    found = run("cnn", method, "auto", rounds=6, capture=True)
+    assert max(distance(found, expected).values()) <= TOLERANCE_64
+    assert max(distance(run("cnn", fv.FairLoss(5.0), "auto", rounds=6), expected).values()) > 1e-6
+    grids = []
+    for capture in (False, True):
+        settings = [TrainSettings(rounds=6, lr=lr, capture=capture) for lr in (0.1, 0.05)]
+        members = [Member("multinomial", method, one) for one in settings]
+        grids.append(train_grid(members, data, "cross_entropy", EvaluateSettings(every=6)))
+    for one, other in zip(*grids, strict=True):
+        for name, leaf in one.state.params.items():
+            assert torch.equal(leaf, other.state.params[name]), name

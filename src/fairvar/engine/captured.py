@@ -26,7 +26,7 @@ from fairvar.methods.base import Method
 
 RoundOf = Callable[[Run, State, int], Outcome]
 T = TypeVar("T")
-LATER = 1  # any round but the first, in which a warm start may act differently
+LATER = 1  # the round that is recorded: in the first a warm start may act differently
 WARM_UP = 2  # rounds before recording: libraries choose and load their kernels
 KEPT = 3  # recordings kept for later runs; each holds the memory of a round
 
@@ -116,6 +116,11 @@ class CapturedRound:
         fine = torch.isfinite(self.outcome.loss).all()  # a round that diverged changes nothing
         for mine, new in zip(self.state.tensors(), after.tensors(), strict=True):
             mine.copy_(torch.where(fine, new, mine))
+
+
+def acts_alike(method: Method, t: int) -> bool:
+    """Whether round t may repeat the recorded one. A method with a schedule changes on the way."""
+    return t > 0 and method.at_round(t) is method
 
 
 def _numbers(method: Method, lr: float | Tensor) -> dict[str, float]:

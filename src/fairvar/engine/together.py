@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from fairvar.engine.captured import LATER, Recorded
+from fairvar.engine.captured import LATER, Recorded, acts_alike
 from fairvar.engine.evaluate import Scores
 from fairvar.engine.linear import Group
 from fairvar.engine.linear_eval import Watched, shared_scores, watch_clients
@@ -107,7 +107,8 @@ class Lockstep:
     def step(self, when: EvaluateSettings | None) -> None:
         """The next round; `when` if it is evaluated."""
         before, t = self.state, self.state.round
-        if self.recorded is not None and when is None and t > 0:
+        alike = all(acts_alike(method, t) for method in self.group.methods)
+        if self.recorded is not None and when is None and alike:
             keys = self.group.run.schedule.keys(t)
             self.names.copy_(torch.tensor([t + 1, *keys]))
             self.recorded()

@@ -15,7 +15,7 @@ from torch import nn
 from fairvar._version import __version__
 from fairvar.engine.batches import Schedule
 from fairvar.engine.blocked import blocked_round
-from fairvar.engine.captured import RECORDINGS, CapturedRound, try_step
+from fairvar.engine.captured import LATER, RECORDINGS, CapturedRound, acts_alike, try_step
 from fairvar.engine.dual import is_affine
 from fairvar.engine.linear import grams_pay, linear_round
 from fairvar.engine.linear_eval import watch_single
@@ -208,7 +208,7 @@ class Prepared:
         call; a round whose losses are not finite leaves no usable state."""
         t, watch = state.round, _watch(seen)
         within = watch is not None and self.path == "vmapped"  # seen while the round is computed
-        if self.captured is not None and t > 0 and not within:
+        if self.captured is not None and acts_alike(self.run.method, t) and not within:
             if watch is not None:
                 _see_clients(self.run, self.path, state, t, watch)
             found = try_step(self.captured, state)
@@ -240,7 +240,7 @@ def prepare(
 
 def wants_capture(settings: TrainSettings, run: Run) -> bool:
     wanted = run.device.type == "cuda" if settings.capture is None else settings.capture
-    return wanted and not run.method.looks_at_values
+    return wanted and not run.method.looks_at_values and acts_alike(run.method, LATER)
 
 
 @lru_cache(maxsize=2)
