@@ -158,10 +158,16 @@ def per_client(run: Run, value: Tensor | float) -> Tensor:
     return torch.full_like(run.share, value)
 
 
-def observed_losses(run: Run, state: State, method: Method, on_batch: Tensor) -> Tensor:
-    """The f_i(x^t) that the method works with: on this round's batch, or on all training data."""
+def takes_batch_losses(run: Run, method: Method) -> bool:
+    """Losses on all training data are those of the batch if it is everything (and a model without
+    batch norm does the same in training and evaluation)."""
     same = run.schedule.full_batch and not run.task.batch_norm
-    if method.loss_data == "batch" or same:
+    return method.loss_data == "batch" or same
+
+
+def observed_losses(run: Run, state: State, method: Method, on_batch: Tensor | None) -> Tensor:
+    """The f_i(x^t) that the method works with: on this round's batch, or on all training data."""
+    if on_batch is not None and takes_batch_losses(run, method):
         return on_batch
     return client_losses(run.task, state.x, state.buffers, run.federation.train, run.piece)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import grad_and_value, jvp, vmap
 
 from fairvar.engine.batches import RoundBatches
-from fairvar.engine.pooled import PooledPass, observed_losses
+from fairvar.engine.pooled import PooledPass, observed_losses, takes_batch_losses
 from fairvar.engine.run import TILE, Run
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Method, Replies
@@ -130,10 +130,10 @@ def _receive(
     full, loss = None, None
     needs_loss = method.uses_losses or method.uses_mean_loss
     forward = None
-    if method.probes or needs_loss:
+    if method.probes or (needs_loss and takes_batch_losses(run, method)):
         forward = PooledPass(run, state, batches, [run.share] if method.probes else None)
-    if forward is not None and needs_loss:
-        loss = observed_losses(run, state, method, forward.loss)
+    if needs_loss:
+        loss = observed_losses(run, state, method, None if forward is None else forward.loss)
         full = loss if method.loss_data == "full" else None
     mean_loss, mean_gradient = state.mean_loss, state.mean_gradient
     if method.probes and forward is not None:
