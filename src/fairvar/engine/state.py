@@ -74,6 +74,11 @@ class Outcome:
         return bool(torch.isfinite(seen).all())
 
 
+def no_state(rounds: int) -> State:
+    """In the place of one that was not kept."""
+    return State(rounds, {}, {}, {}, torch.zeros((), dtype=torch.float64), None)
+
+
 def initial_state(method: Method, params: Tree, buffers: Tree, clients: int) -> State:
     some = next(iter(params.values()))
     return State(
