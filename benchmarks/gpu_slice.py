@@ -11,6 +11,7 @@ stay in STORE while the machine is there. OUT gets, for every sweep, an archive 
 condense` and `fairvar report` read, and slice.json: the commit, the device, wall times, cells done.
 
     budget = "9min"                         # of the whole call
+    mps = true                              # let processes share the GPU at once, if it can
     [[sweep]]
     name = "boxes"                          # runs go to STORE/runs/NAME, the archive to OUT/NAME
     config = "configs/paper/mnist.toml"
@@ -31,6 +32,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 import zipfile
@@ -102,6 +104,7 @@ def run(slice_file: Path, store: Path, out: Path, only: str | None) -> None:
     plan = tomllib.loads(slice_file.read_text())
     end = time.monotonic() + seconds(plan["budget"])
     told: dict[str, Any] = {"slice": slice_file.name, "commit": _commit(), "sweeps": []}
+    told["mps"] = bool(plan.get("mps")) and _start_mps()
     for sweep in [s for s in plan["sweep"] if only in (None, s["name"])]:
         left = end - time.monotonic() - FOR_CONDENSING
         if left < 10:
@@ -135,6 +138,25 @@ def _fairvar(arguments: list[str], store: Path) -> int:
     environment = {**os.environ, "PYTHONPATH": path, "FAIRVAR_DATA": data, "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "fairvar", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode  # noqa: S603
+
+
+def _start_mps() -> bool:
+    """NVIDIA's multi-process service, which runs small kernels of several processes side by side;
+    whether it is there and a process can work with it."""
+    if not shutil.which("nvidia-cuda-mps-control"):
+        return False
+    folder = Path(tempfile.mkdtemp(prefix="mps-"))
+    ours = {"CUDA_MPS_PIPE_DIRECTORY": str(folder), "CUDA_MPS_LOG_DIRECTORY": str(folder)}
+    environment = {**os.environ, **ours}
+    probe = [sys.executable, "-c", "import torch; print(torch.ones(3, device='cuda').sum().item())"]
+    try:
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], env=environment, check=True, timeout=20)  # noqa: S607
+        subprocess.run(probe, env=environment, check=True, timeout=60)  # noqa: S603
+    except (subprocess.SubprocessError, OSError) as error:
+        print(f"without MPS: {error}", flush=True)
+        return False
+    os.environ.update(ours)
+    return True
 
 
 def _unpack(archive: Path, runs: Path) -> None:

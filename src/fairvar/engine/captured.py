@@ -11,18 +11,21 @@ which the tests compare everything but the recording itself with ordinary rounds
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State, advance
 from fairvar.methods.base import Method
+from fairvar.models.check import tells_all
 
 RoundOf = Callable[[Run, State, int], Outcome]
 T = TypeVar("T")
@@ -59,9 +62,22 @@ class Recorded(Generic[T]):
                 self.compute()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with _no_garbage_collection(), torch.cuda.graph(graph):
             self.store(self.compute())
         self.graph = graph
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """An older recording that Python happens to free while a new one is made spoils the new one."""
+    gc.collect()
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
 
 
 class CapturedRound:
@@ -152,17 +168,11 @@ RECORDINGS = Recordings()
 def _key(run: Run, path: str) -> object:
     """Two runs with one key consist of the same operations on the same data."""
     module = run.task.original
-    told = repr(module) if _is_known(module) else id(module)
+    told = repr(module) if tells_all(module) else id(module)
     shapes = tuple((k, v.shape, v.dtype) for k, v in run.task.params.items())
     schedule = run.schedule
     work = (schedule.batch_size, tuple(schedule.steps), run.clip_norm, run.chunk, run.precision)
     return path, id(run.federation), run.task.loss, told, shapes, run.method.form, work
-
-
-def _is_known(module: nn.Module) -> bool:
-    """Torch's and our own layers say all about themselves when printed."""
-    ours = ("torch.nn.", "fairvar.models.")
-    return all(type(m).__module__.startswith(ours) for m in module.modules())
 
 
 def try_step(captured: CapturedRound, state: State) -> tuple[State, Outcome] | None:
@@ -173,9 +183,14 @@ def try_step(captured: CapturedRound, state: State) -> tuple[State, Outcome] | N
         RECORDINGS.forget(captured)
         if captured.run.device.type != "cuda" or captured.outcome is not None:
             raise
-        torch.cuda.synchronize()
-        warnings.warn(
-            f"rounds are computed without recording them first: {str(error).splitlines()[0]}",
-            stacklevel=2,
-        )
+        tell_unrecorded(error)
         return None
+
+
+def tell_unrecorded(error: RuntimeError) -> None:
+    """What could not be recorded is computed round by round: slower, and the same."""
+    torch.cuda.synchronize()
+    warnings.warn(
+        f"rounds are computed without recording them first: {str(error).splitlines()[0]}",
+        stacklevel=3,
+    )
