@@ -205,6 +205,18 @@ def test_rounds_of_changing_shapes_are_not_captured() -> None:
         assert gap(found, some("multinomial", fv.AFL(), "reference", work)) <= TOLERANCE_64
 
 
+def test_divergence_ends_every_path_in_the_same_round() -> None:
+    more: dict = {"lr": 1e9, "rounds": 20, "dtype": torch.float32, "evaluate_every": 20}
+    more["data"] = images(CLIENTS, sizes=(8, 8))
+    expected = some("cnn", fv.AFL(), "reference", "step", **more)
+    assert expected.diverged_at is not None
+    for path, capture in [(p, c) for p in paths(fv.AFL(), "step") for c in (False, True)]:
+        found = some("cnn", fv.AFL(), path, "step", capture=capture, **more)
+        assert (found.diverged_at, found.rounds) == (expected.diverged_at, expected.rounds)
+        assert found.state.round == expected.state.round
+        assert all(bool(leaf.isfinite().all()) for leaf in found.state.params.values())
+
+
 class NoHost(TorchDispatchMode):
     """Refuses what a CUDA graph cannot record: asking the device, and fetching from the host."""
 
@@ -218,8 +230,10 @@ class NoHost(TorchDispatchMode):
 @pytest.mark.parametrize("number", [3, CLIENTS])
 def test_a_captured_round_asks_the_host_for_nothing(work: str, number: int) -> None:
     data = images(CLIENTS, sizes=FIXED[work])
-    settings = TrainSettings(participants=number, capture=True, engine="vmapped", **WORK[work])
-    for method in (fv.AFL(), fv.QFFL(1.0), fv.FairLoss(0.5, exact=True), fv.FairGrad(0.1)):
+    more: dict = {"participants": number, "capture": True, **WORK[work]}
+    methods = (fv.AFL(), fv.QFFL(1.0), fv.FairLoss(0.5, exact=True), fv.FairGrad(0.1))
+    for method, path in [(m, p) for m in methods for p in paths(m, work)]:
+        settings = TrainSettings(engine=path, **more)  # type: ignore[arg-type]
         captured = prepare("multinomial", data, method, "cross_entropy", settings).captured
         assert captured is not None
         captured.recorded.compute()  # what is made once is made while warming up
