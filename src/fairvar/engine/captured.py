@@ -1,9 +1,10 @@
 """Captured rounds: a round recorded once as a CUDA graph and repeated without the host.
 
 Small models spend most of an eager round on launching kernels. A captured round works on fixed
-tensors: the state, the names of this round's shuffles, and the run's numbers (learning rate,
-strengths). Since these are read from the device, one recording serves all runs of a grid that
-differ in numbers and seeds only.
+tensors: the state, the names of this round's shuffles and participants, and the run's numbers
+(learning rate, strengths). Since these are read from the device, one recording serves all runs of a
+grid that differ in numbers and seeds only. A round whose shapes depend on who takes part
+(`Run.shapes_stay`) is not captured.
 
 Without CUDA the same fixed tensors are used and the round is simply computed: the slow twin, by
 which the tests compare everything but the recording itself with ordinary rounds.
@@ -90,12 +91,14 @@ class CapturedRound:
             name: torch.full((), value, dtype=torch.float64, device=device)
             for name, value in _numbers(run.method, run.lr).items()
         }
-        shuffles = len(run.schedule.keys(LATER))
-        self.names = torch.zeros(1 + shuffles, dtype=torch.int64, device=device)  # rounds, shuffles
+        self.names = torch.zeros(len(_names(run, LATER)), dtype=torch.int64, device=device)
         lr = self.numbers["lr"]
         method = run.method.with_numbers({k: v for k, v in self.numbers.items() if k != "lr"})
-        schedule = replace(run.schedule, live_keys=self.names[1:])
-        self.run = replace(run, lr=lr, method=method, schedule=schedule)
+        after = 1 + len(run.schedule.keys(LATER))
+        schedule = replace(run.schedule, live_keys=self.names[1:after])
+        who = run.participation
+        who = who if who.everyone else replace(who, live=self.names[after:])
+        self.run = replace(run, lr=lr, method=method, schedule=schedule, participation=who)
         self.round_of = round_of
         self.outcome: Outcome | None = None
         self.recorded = Recorded(self._compute, self._store, device)
@@ -104,14 +107,14 @@ class CapturedRound:
         """The next rounds are those of this run: same operations, other numbers."""
         for name, value in _numbers(run.method, run.lr).items():
             self.numbers[name].fill_(value)
-        self.schedule = run.schedule
+        self.given = run
 
     def step(self, state: State) -> tuple[State, Outcome]:
         """The state after the next round, valid until the next call, and its outcome, of which the
         numbers per client stay valid."""
         t = state.round
         self._load(state)
-        self.names.copy_(torch.tensor([t + 1, *self.schedule.keys(t)]))
+        self.names.copy_(torch.tensor(_names(self.given, t)))
         self.recorded()
         assert self.outcome is not None
         self.state = replace(self.state, round=t + 1)
@@ -129,7 +132,7 @@ class CapturedRound:
 
     def _store(self, found: tuple[State, Outcome]) -> None:
         after, self.outcome = found
-        fine = torch.isfinite(self.outcome.loss).all()  # a round that diverged changes nothing
+        fine = self.outcome.fine  # a round that diverged changes nothing
         for mine, new in zip(self.state.tensors(), after.tensors(), strict=True):
             mine.copy_(torch.where(fine, new, mine))
 
@@ -141,6 +144,14 @@ def acts_alike(method: Method, t: int) -> bool:
 
 def _numbers(method: Method, lr: float | Tensor) -> dict[str, float]:
     return {"lr": float(lr), **method.numbers}
+
+
+def _names(run: Run, t: int) -> list[int]:
+    """What a recorded round reads from the device to be round t: the number of rounds done after
+    it, the names of its shuffles, and its participants if not everyone takes part."""
+    who = run.participation
+    ids = [] if who.everyone else who.of_round(t).tolist()
+    return [t + 1, *run.schedule.keys(t), *ids]
 
 
 class Recordings:
@@ -171,8 +182,9 @@ def _key(run: Run, path: str) -> object:
     told = repr(module) if tells_all(module) else id(module)
     shapes = tuple((k, v.shape, v.dtype) for k, v in run.task.params.items())
     schedule = run.schedule
+    asked = run.participation.number
     work = (schedule.batch_size, tuple(schedule.steps), run.clip_norm, run.chunk, run.precision)
-    return path, id(run.federation), run.task.loss, told, shapes, run.method.form, work
+    return path, id(run.federation), run.task.loss, told, shapes, run.method.form, work, asked
 
 
 def try_step(captured: CapturedRound, state: State) -> tuple[State, Outcome] | None:

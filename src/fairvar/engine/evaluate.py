@@ -10,6 +10,7 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 from torch.func import vmap
 
+from fairvar.engine.batches import Cohort
 from fairvar.engine.task import Task
 from fairvar.federation import Split
 from fairvar.tree import Tree
@@ -39,6 +40,21 @@ def client_losses(
 ) -> Float64[Tensor, " n"]:
     """f_i on all of a client's samples, in evaluation mode."""
     return evaluate_shared(task, params, buffers, split, piece).loss
+
+
+def losses_of_some(
+    task: Task, params: Tree, buffers: Tree, split: Split, cohort: Cohort, piece: int
+) -> Float64[Tensor, " m"]:
+    """The same of the clients in a cohort."""
+    slots, total = cohort.slots, torch.zeros_like(cohort.counts, dtype=torch.float64)
+    with torch.no_grad():
+        for i in range(0, len(slots.row), piece):
+            some = slice(i, i + piece)
+            rows = slots.row[some]
+            losses = task.loss(task.predict(params, buffers, split.x[rows]), split.y[rows]).double()
+            counted = losses if slots.real is None else losses * slots.real[some]
+            total.index_add_(0, slots.place[some], counted)
+    return total / cohort.counts
 
 
 def evaluate_own(
