@@ -28,6 +28,7 @@ from fairvar.federated.messages import Stamp
 from fairvar.federation import Federation
 from fairvar.flower import Model
 from fairvar.flower.privacy import clipped
+from fairvar.flower.secure import secured
 from fairvar.flower.setup import Setup, read_setup
 from fairvar.flower.wire import from_records, to_records
 
@@ -45,8 +46,8 @@ def make_client_app(model: Model | None) -> ClientApp:
         return Message(to_records(me), reply_to=message)
 
     app.query("hello")(hello)
-    app.query("probe")(answer)
-    app.train(mods=[clipped])(answer)
+    app.query("probe", mods=[secured])(answer)
+    app.train(mods=[secured, clipped])(answer)
     app.evaluate()(answer)
     return app
 
