@@ -31,7 +31,7 @@ from flwr.common import (
     ndarrays_to_parameters,
     parameters_to_ndarrays,
 )
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server import LegacyContext
 from flwr.server.compat.grid_client_proxy import GridClientProxy
@@ -179,21 +179,34 @@ class SecureTransport(GridTransport):
         self.settings = settings
 
     def mean(self, requests: Sequence[Message], like: Tree, seconds: float) -> Mean:
+        """Flower cannot recover the sum if a node leaves before the masks are agreed on. Nobody has
+        trained by then, so that it starts again without that node."""
         sent = {r.client: r for r in requests if r.client in self.nodes}
-        plan = _Plan(self, sent, list(like))
-        stages = _Stages(self, {self.nodes[c]: c for c in sent}, like, seconds)
+        lost: dict[int, Arrival] = {}
+        while len(sent) >= FEWEST:
+            plan = _Plan(self, sent, list(like))
+            stages = _Stages(self, {self.nodes[c]: c for c in sent}, like, seconds)
+            again = self._run(plan, stages)
+            lost |= {c: a for c, a in stages.lost.items() if c not in plan.share}
+            for client in lost:
+                self.nodes.pop(client, None)  # it must say hello again
+            if not again:
+                return _mean(plan, like, list(lost.values()))
+            sent = {c: r for c, r in sent.items() if c not in lost}
+        return Mean([], torch.zeros(0, dtype=torch.float64), {}, list(lost.values()))
+
+    def _run(self, plan: _Plan, stages: _Stages) -> bool:
+        """The four stages; True if they are to start again, with those that are left."""
         context = LegacyContext(Context(0, 0, {}, RecordDict(), {}, 0), strategy=plan)
-        number = next((r.stamp.round for r in requests), 0)
-        context.state[MAIN_CONFIGS_RECORD] = ConfigRecord({RoundKey.CURRENT_ROUND: number})
+        context.state[MAIN_CONFIGS_RECORD] = ConfigRecord({RoundKey.CURRENT_ROUND: plan.round})
         context.state[MAIN_PARAMS_RECORD] = ArrayRecord()
         try:
             self._workflow()(stages, context)  # type: ignore[arg-type]
+        except _LeftEarly:
+            return True
         except Exception as error:  # Flower lets a node's nonsense stop the whole run
             LOG.warning("secure aggregation broke off: %r", error)
-        lost = [stages.lost.get(c) or Arrival(c, None) for c in sent if c not in plan.share]
-        for arrival in lost:
-            self.nodes.pop(arrival.client, None)  # it must say hello again
-        return _mean(plan, like, lost)
+        return False
 
     def _workflow(self) -> SecAggPlusWorkflow:
         return SecAggPlusWorkflow(
@@ -207,6 +220,7 @@ class SecureTransport(GridTransport):
 
 
 def _mean(plan: _Plan, like: Tree, lost: Sequence[Arrival]) -> Mean:
+    """Without a sum, of nobody."""
     ids = sorted(plan.share)
     weights = torch.tensor([plan.share[i] for i in ids], dtype=torch.float64)
     arrays = {
@@ -214,6 +228,10 @@ def _mean(plan: _Plan, like: Tree, lost: Sequence[Arrival]) -> Mean:
         for name, a in zip(like, plan.sums, strict=False)
     }
     return Mean(ids, weights / weights.sum(), arrays, lost)
+
+
+class _LeftEarly(Exception):
+    """A node was lost before the masks were agreed on."""
 
 
 class _Plan(FedAvg):
@@ -224,6 +242,7 @@ class _Plan(FedAvg):
     ) -> None:
         super().__init__()
         self.transport, self.requests, self.wanted = transport, requests, wanted
+        self.round = next(iter(requests.values())).stamp.round
         self.share: dict[int, int] = {}  # client → its weight, once the sum is there
         self.sums: list[np.ndarray] = []
 
@@ -260,16 +279,19 @@ class _Stages:
         sent = list(messages)
         for message in sent:
             message.metadata.ttl = self.seconds
+        nodes = [self.clients[message.metadata.dst_node_id] for message in sent]
         ids = self.transport.grid.push_messages(sent)
-        clients = {i: self.clients[m.metadata.dst_node_id] for i, m in zip(ids, sent, strict=True)}
-        kept = []
+        asked, kept = dict(zip(ids, nodes, strict=True)), []
         for reply in self.transport._replies(set(ids), self.seconds):
-            client = clients[reply.metadata.reply_to_message_id]
-            arrival = self._judged(client, reply)
-            if arrival is None:
+            client = asked.pop(reply.metadata.reply_to_message_id)
+            wrong = self._judged(client, reply)
+            if wrong is None:
                 kept.append(reply)
             else:
-                self.lost.setdefault(client, arrival)
+                self.lost.setdefault(client, wrong)
+        self.lost |= {c: Arrival(c, None) for c in asked.values()}  # silent until the deadline
+        if len(kept) < len(sent) and _stage(sent[0]) in (Stage.SETUP, Stage.SHARE_KEYS):
+            raise _LeftEarly
         return kept
 
     def _judged(self, client: int, reply: Envelope) -> Arrival | None:
@@ -286,3 +308,7 @@ class _Stages:
         if shapes != self.shapes:
             return Arrival(client, None, Reason.SHAPE, "its masked vector has other shapes")
         return None
+
+
+def _stage(message: Envelope) -> object:
+    return message.content.config_records[RECORD_KEY_CONFIGS][Key.STAGE]
