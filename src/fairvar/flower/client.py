@@ -9,13 +9,14 @@ each, and may start it elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 
 from fairvar.data import IID, build_federation
 from fairvar.data.sources import load
@@ -33,7 +34,7 @@ from fairvar.flower.setup import Setup, read_setup
 from fairvar.flower.wire import from_records, to_records
 
 
-def make_client_app(model: Model | None) -> ClientApp:
+def make_client_app(model: Model | None, mods: Sequence[Mod] = ()) -> ClientApp:
     app = ClientApp()
 
     def answer(message: Message, context: Context) -> Message:
@@ -47,7 +48,7 @@ def make_client_app(model: Model | None) -> ClientApp:
 
     app.query("hello")(hello)
     app.query("probe", mods=[secured])(answer)
-    app.train(mods=[secured, clipped])(answer)
+    app.train(mods=[secured, *mods, clipped])(answer)
     app.evaluate()(answer)
     return app
 

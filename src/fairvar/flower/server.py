@@ -35,7 +35,7 @@ from fairvar.federated.run import federate, first_state
 from fairvar.federated.settings import FederationSettings
 from fairvar.flower import Model
 from fairvar.flower.grid import GridTransport
-from fairvar.flower.privacy import check_fits, noisy, request_facts
+from fairvar.flower.privacy import check_fits, noisy, request_facts, spent
 from fairvar.flower.secure import SecureTransport, check_model
 from fairvar.flower.setup import Setup, read_setup
 from fairvar.store import check_writable, is_complete, write_checkpoint
@@ -70,7 +70,7 @@ def run_on(grid: Grid, setup: Setup) -> Path:
 
     privacy = setup.privacy
     if privacy is not None:
-        check_fits(setup.config.method, first_state(setup.agreed))
+        check_fits(privacy, setup.config.method, first_state(setup.agreed))
     if setup.secure is not None:
         check_model(first_state(setup.agreed))
     history, refused = federate(
@@ -84,7 +84,7 @@ def run_on(grid: Grid, setup: Setup) -> Path:
     passport = _passport(setup) if setup.own_data else None
     if passport is None:
         record_federation(folder.parent, federation_of(setup.config))
-    more = {"refused.csv": _table(refused), "federation.json": _terms(setup)}
+    more = {"refused.csv": _table(refused), "federation.json": _terms(setup, history.rounds)}
     store_run(folder, run_files(setup.config, history, passport, more))
     LOG.info("the run is in %s", folder)
     return folder
@@ -112,11 +112,12 @@ def folder_of(setup: Setup) -> Path:
     return plain.with_name(f"{plain.name}-{digest.hexdigest()[:8]}-flower")
 
 
-def _terms(setup: Setup) -> bytes:
-    """Under which rules the run was made."""
+def _terms(setup: Setup, rounds: int) -> bytes:
+    """Under which rules the run was made, and what privacy its rounds have cost."""
     start = None if setup.start is None else str(setup.start)
     terms = {"federation": setup.rules, "privacy": setup.privacy, "secure": setup.secure}
-    return msgspec.json.encode({**terms, "start": start}, order="sorted")
+    account = spent(setup.privacy, setup.agreed.clients, rounds)
+    return msgspec.json.encode({**terms, "start": start, "privacy_spent": account}, order="sorted")
 
 
 def _start(setup: Setup, folder: Path) -> Checkpoint | None:
