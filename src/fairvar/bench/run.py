@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fairvar._version import __version__
 from fairvar.bench.cases import CLASSES, CLIENT_LOOPS, METHODS, BenchSettings, Case, cases
 from fairvar.bench.contenders import OURS, make_engine, make_rivals
+from fairvar.bench.flower import Simulation, require_simulation
 from fairvar.bench.measure import Spread, Timing, Work, alternate, matmul_limit, once, ratio
 from fairvar.engine.captured import RECORDINGS
 from fairvar.engine.run import arithmetic
@@ -42,6 +43,7 @@ class BenchRow:
     flops: float  # one forward and backward pass over all samples, whatever the method
     limit: float  # of the machine, per second
     padding: float | None = None  # of ragged clients: work on samples that are not there
+    flower_processor: float | None = None  # seconds of all of Flower's processes, per round
 
     def against(self, name: str) -> Spread | None:
         """How many times longer the other takes."""
@@ -77,6 +79,7 @@ class BenchRow:
             "peak_bytes": {k: t.peak_bytes for k, t in self.timings.items()},
             "peak_bytes_of_process": self.timings[OURS].process_bytes,
             "padding": self.padding,
+            "flower_processor_milliseconds": _times(self.flower_processor, 1000),
             "samples_per_second": self.samples_per_second,
             "share_of_matmul_limit": self.share_of_limit,
             "turns": len(self.timings[OURS].times),
@@ -104,6 +107,8 @@ def run_bench(
 ) -> BenchResult:
     """Measure all cases. `report(done, total, what)` is told before each, and `keep` is given all
     that is known after each: a run that is killed leaves what it has measured."""
+    if settings.case == "flower":
+        require_simulation()
     todo, load = cases(settings), os.getloadavg()[0]
     result = BenchResult({"load_before": load})
     prepare_device(settings.device)
@@ -141,11 +146,18 @@ def _measure(case: Case, settings: BenchSettings, limit: float) -> BenchRow:
     flops = _flops_per_sample(module, data) * case.used
     engine = make_engine(case, settings, module, data)
     contenders = make_rivals(case, settings, module, data) | {OURS: engine}
-    timings = _timings(case, settings, contenders, module, data)
+    if case.kind == "flower":
+        with Simulation(case) as simulation:
+            rivals: dict[str, Work] = {"flower": simulation, **contenders}
+            timings = _timings(case, settings, rivals, module, data)
+            processor = simulation.processor_seconds
+    else:
+        timings, processor = _timings(case, settings, contenders, module, data), None
     if case.kind == "grid":  # the loop trains one of the runs: it would take minutes for all
         timings["bare"] = timings["bare"].times_by(case.runs)
     assert engine.ready is not None
-    return BenchRow(case, engine.ready.path, timings, flops, limit, engine.ready.padding)
+    return BenchRow(case, engine.ready.path, timings, flops, limit, engine.ready.padding,
+                    processor)  # fmt: skip
 
 
 def _timings(
@@ -180,7 +192,7 @@ def _free(device: torch.device) -> None:
 
 def _clock(settings: BenchSettings) -> tuple[Callable[[], float], str]:
     """One thread on the CPU: time of the process, which does not run while others have the core."""
-    if settings.on_cpu and settings.threads == 1:
+    if settings.on_cpu and settings.threads == 1 and settings.case != "flower":
         return time.process_time, "CPU time of the process"
     return time.perf_counter, "wall time"
 
@@ -229,6 +241,10 @@ def _processor() -> str:
         lines = []
     named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.processor() or platform.machine()
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else factor * value
 
 
 def _scaled(spread: Spread | None, factor: float) -> dict[str, float] | None:

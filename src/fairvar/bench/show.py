@@ -30,14 +30,20 @@ TIMES = (
     Column("bare", "bare ms", 1, "per round, the client loop that people write"),
     Column("lean", "lean ms", 1, "per round, the same loop tuned by hand"),
     Column("central", "central ms", 1, "SGD on the pooled batch, no clients"),
+    Column("flower", "Flower ms", 0, "per round, Flower's simulation runtime with fairvar's app"),
+    Column("cpu", "Flower CPU ms", 0, "processor time of all of Flower's processes, per round"),
+    Column("reference", "reference ms", 1, "per round, the engine's own loop over clients"),
     Column("gemm", "gemm ms", 2, "the matrix products of the round alone"),
 )
+MULTIPLES = ("naive", "bare", "lean", "flower", "reference")
 LEAN = Column("x_lean", "× lean", 1, "lean / fairvar, median and range")
 SHORT = (
     Column(OURS, "fairvar ms", 2, "per round, median over the turns"),
     Column("x_naive", "× naive", 1, "naive / fairvar, median and range over the turns"),
     Column("x_bare", "× bare", 1, "bare / fairvar, median and range"),
     Column("x_central", "of central", 2, "fairvar / central"),
+    Column("x_flower", "× Flower", 0, "Flower's simulation / fairvar, median and range"),
+    Column("x_reference", "× reference", 1, "reference loop / fairvar, median and range"),
     Column("x_gemm", "of gemm", 2, "fairvar / gemm"),
     Column("padding", "padding %", 1, "work on samples that are not there, of the other work"),
     Column("peak", "peak MB", 0, "memory of a round on top of data and model"),
@@ -104,8 +110,9 @@ def _cells(row: BenchRow) -> dict[str, Cell]:
     shares = {f"x_{k}": row.against(k) for k in ("central", "gemm")}
     return {
         **{name: Estimate(1000 * t.seconds.median) for name, t in row.timings.items()},
-        **{f"x_{k}": _spread(row.against(k), len(ours.times)) for k in ("naive", "bare", "lean")},
+        **{f"x_{k}": _spread(row.against(k), len(ours.times)) for k in MULTIPLES},
         **{k: Estimate(1 / v.median) for k, v in shares.items() if v is not None},
+        "cpu": None if row.flower_processor is None else Estimate(1000 * row.flower_processor),
         "padding": None if row.padding is None else Estimate(100 * row.padding),
         "peak": None if ours.peak_bytes is None else Estimate(ours.peak_bytes / 1e6),
         "process": _process(row),

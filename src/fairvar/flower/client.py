@@ -9,7 +9,7 @@ each, and may start it elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,11 +35,15 @@ from fairvar.flower.wire import from_records, to_records
 
 
 def make_client_app(model: Model | None, mods: Sequence[Mod] = ()) -> ClientApp:
+    return app_of(lambda context: node_client(context, model), mods)
+
+
+def app_of(client_of: Callable[[Context], Client], mods: Sequence[Mod] = ()) -> ClientApp:
+    """Answers as the client that a node is."""
     app = ClientApp()
 
     def answer(message: Message, context: Context) -> Message:
-        client = node_client(context, model)
-        reply = client.answer(from_records(message.content))
+        reply = client_of(context).answer(from_records(message.content))
         return Message(to_records(reply), reply_to=message)
 
     def hello(message: Message, context: Context) -> Message:

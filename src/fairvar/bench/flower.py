@@ -1,0 +1,184 @@
+"""A contender of the benchmark: Flower's simulation runtime, with fairvar's app, on this machine.
+
+Flower's processes are started once per case and wait; a call is one round. Ray listens on loopback
+only, and nothing is reported or downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import AbstractContextManager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from fairvar.bench.cases import Case
+from fairvar.errors import BadInput, RunFailed
+
+ROUND, DONE = b"round\n", b"done\n"  # what the benchmark and its app tell each other
+PATIENCE = 180.0  # seconds for Flower and Ray to start
+ENVIRONMENT = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # or Ray listens on all interfaces
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+APP = """[project]
+name = "bench-app"
+version = "1.0.0"
+[tool.flwr.app]
+publisher = "me"
+[tool.flwr.app.components]
+serverapp = "bench_app.parts:server_app"
+clientapp = "bench_app.parts:client_app"
+[tool.flwr.app.config]
+model = "{case.model}"
+clients = {case.clients}
+samples = {case.samples}
+method = "{case.method}"
+line = "{line}"
+"""
+PARTS = """from fairvar.bench.flower_app import client, server
+
+server_app = server()  # Flower looks for such lines before it runs them
+client_app = client()
+"""
+LINK = """[superlink]
+default = "here"
+[superlink.here]
+address = "127.0.0.1:{port}"
+insecure = true
+"""
+
+
+def require_simulation() -> None:
+    """Refuse in one line where Flower's simulation runtime cannot run."""
+    missing = [name for name in ("flwr", "ray") if find_spec(name) is None]
+    if missing:
+        raise BadInput(
+            f"bench.case = flower needs {' and '.join(missing)}, not installed here; "
+            'run: pip install "fairvar[simulation]"'
+        )
+
+
+class Simulation(AbstractContextManager["Simulation"]):
+    """Calls are rounds; `processor` is what each cost all of Flower's processes together."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.processor: list[float] = []  # seconds of processor time, call by call
+
+    def __enter__(self) -> Simulation:
+        self.folder = Path(tempfile.mkdtemp(prefix="fairvar-bench-"))
+        self.processes: list[subprocess.Popen[bytes]] = []
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in reversed(self.processes):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __call__(self) -> None:
+        before = processor_time(self.processes[0].pid)
+        self.line.sendall(ROUND)
+        if self.line.recv(len(DONE)) != DONE:
+            raise RunFailed(f"Flower's simulation ended: {self._log()}")
+        after = processor_time(self.processes[0].pid)
+        if before is not None and after is not None:
+            self.processor.append(after - before)
+
+    @property
+    def processor_seconds(self) -> float | None:
+        """Of a round; the first ones start Ray."""
+        return statistics.median(self.processor[2:]) if len(self.processor) > 2 else None
+
+    def _start(self) -> None:
+        port, place = _free_port(), self.folder / "line"
+        app = self.folder / "bench_app"
+        _write(app / "pyproject.toml", APP.format(case=self.case, line=place))
+        _write(app / "bench_app" / "__init__.py", "")
+        _write(app / "bench_app" / "parts.py", PARTS)
+        _write(self.folder / "home" / "config.toml", LINK.format(port=port))
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(place))
+        listening.listen(1)
+        self._run("flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1",
+                  "--port", str(port), "--database", str(self.folder / "state.db"))  # fmt: skip
+        self._wait_for("Uvicorn running")
+        self._run("flwr", "run", str(app), "here", "--stream", "--federation-config",
+                  f"num-supernodes={self.case.clients} client-resources-num-cpus=1")  # fmt: skip
+        with listening:
+            self.line = self._answered(listening)
+
+    def _answered(self, listening: socket.socket) -> socket.socket:
+        listening.settimeout(1.0)
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end and self.processes[-1].poll() is None:
+            with suppress(TimeoutError):
+                return listening.accept()[0]
+        raise RunFailed(f"Flower's simulation did not start: {self._log(1000)}")
+
+    def _run(self, program: str, *arguments: str) -> None:
+        home = {"FLWR_HOME": str(self.folder / "home")}
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        with open(self.folder / "log", "ab") as log:
+            self.processes.append(
+                subprocess.Popen(  # noqa: S603
+                    [str(Path(sys.executable).parent / program), *arguments],
+                    env={**os.environ, **ENVIRONMENT, **home, "PATH": path}, cwd=self.folder,
+                    stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                )
+            )  # fmt: skip
+
+    def _wait_for(self, words: str) -> None:
+        end = time.monotonic() + PATIENCE
+        while words not in self._log(10**6):
+            if time.monotonic() > end or self.processes[-1].poll() is not None:
+                raise RunFailed(f"Flower's SuperLink did not start: {self._log()}")
+            time.sleep(0.1)
+
+    def _log(self, characters: int = 300) -> str:
+        return (self.folder / "log").read_text(errors="replace")[-characters:]
+
+
+def processor_time(root: int) -> float | None:
+    """Seconds that a process and all that come from it have had; None: this is not Linux."""
+    parent_of, ticks = {}, {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            number = int(entry.name)
+            parent_of[number] = int(fields[1])
+            ticks[number] = int(fields[11]) + int(fields[12])
+    if root not in ticks:
+        return None
+    found = {root}
+    while more := {n for n, p in parent_of.items() if p in found} - found:
+        found |= more
+    return sum(ticks[n] for n in found) / os.sysconf("SC_CLK_TCK")
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
