@@ -7,6 +7,7 @@ server gets of a single client is noise; those that leave are made up for, whene
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +194,27 @@ def test_flowers_masks_have_32_bits() -> None:
     one, other = (pseudo_rand_gen(seed, MODULUS, [(5,)])[0] for seed in (first, second))
     assert first != second
     assert np.array_equal(one, other)
+
+
+def test_flowers_nodes_give_both_shares_to_a_server_that_cheats(tmp_path: Path) -> None:
+    """Another limit: with the shares of its seed and of its key, one client can be unmasked."""
+    given = []
+
+    class Cheating(InProcessGrid):
+        def _ask(self, message: Message) -> Message | None:
+            asked = message.content.config_records.get(RECORD_KEY_CONFIGS, {})
+            if Key.DEAD_NODE_ID_LIST in asked:
+                asked[Key.DEAD_NODE_ID_LIST] = [100]  # which is alive, and in the other list too
+            reply = super()._ask(message)
+            if reply is not None and stage_of(reply) == "unmask":
+                given.append(reply.content.config_records[RECORD_KEY_CONFIGS][Key.NODE_ID_LIST])
+            return reply
+
+    config = secure(fv.FedAvg(), tmp_path, "federation.repeats=0", rounds=1)
+    with suppress(fv.RunFailed):  # such shares do not fit together; the server has them anyway
+        run_on(Cheating(config, {100 + i: i for i in range(5)}), read_setup(config))
+    assert len(given) == 5
+    assert all(list(nodes).count(100) == 2 for nodes in given)
 
 
 # -- those that leave ------------------------------------------------------------------------------
