@@ -23,6 +23,7 @@ from fairvar.bench.cases import Case
 from fairvar.errors import BadInput, RunFailed
 
 ROUND, DONE = b"round\n", b"done\n"  # what the benchmark and its app tell each other
+STARTING = 2  # calls in which Ray still starts processes
 PATIENCE = 180.0  # seconds for Flower and Ray to start
 ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -75,6 +76,7 @@ class Simulation(AbstractContextManager["Simulation"]):
     def __init__(self, case: Case) -> None:
         self.case = case
         self.processor: list[float] = []  # seconds of processor time, call by call
+        self.tree: set[int] = set()  # Flower's processes
 
     def __enter__(self) -> Simulation:
         self.folder = Path(tempfile.mkdtemp(prefix="fairvar-bench-"))
@@ -94,18 +96,19 @@ class Simulation(AbstractContextManager["Simulation"]):
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def __call__(self) -> None:
-        before = processor_time(self.processes[0].pid)
+        before = processor_time(self.tree)
         self.line.sendall(ROUND)
         if self.line.recv(len(DONE)) != DONE:
             raise RunFailed(f"Flower's simulation ended: {self._log()}")
-        after = processor_time(self.processes[0].pid)
-        if before is not None and after is not None:
-            self.processor.append(after - before)
+        self.processor.append(processor_time(self.tree) - before)
+        if len(self.processor) <= STARTING:  # looking for processes takes time: not in every turn
+            self.tree = tree_of(self.processes[0].pid)
 
     @property
     def processor_seconds(self) -> float | None:
-        """Of a round; the first ones start Ray."""
-        return statistics.median(self.processor[2:]) if len(self.processor) > 2 else None
+        """Of a round; None where it cannot be told."""
+        later = self.processor[STARTING:]
+        return statistics.median(later) if self.tree and later else None
 
     def _start(self) -> None:
         port, place = _free_port(), self.folder / "line"
@@ -156,21 +159,30 @@ class Simulation(AbstractContextManager["Simulation"]):
         return (self.folder / "log").read_text(errors="replace")[-characters:]
 
 
-def processor_time(root: int) -> float | None:
-    """Seconds that a process and all that come from it have had; None: this is not Linux."""
-    parent_of, ticks = {}, {}
+def tree_of(root: int) -> set[int]:
+    """A process and all that come from it; nobody where this is not Linux."""
+    parent_of = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            number = int(entry.name)
-            parent_of[number] = int(fields[1])
-            ticks[number] = int(fields[11]) + int(fields[12])
-    if root not in ticks:
-        return None
-    found = {root}
+            parent_of[int(entry.name)] = int(_stat(int(entry.name))[1])
+    found = {root} & parent_of.keys()
     while more := {n for n, p in parent_of.items() if p in found} - found:
         found |= more
-    return sum(ticks[n] for n in found) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def processor_time(processes: set[int]) -> float:
+    """Seconds that they have had together."""
+    ticks = 0
+    for number in processes:
+        with suppress(OSError):
+            ticks += sum(map(int, _stat(number)[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(number: int) -> list[str]:
+    """What follows the name, which may hold anything: state, parent, …, user and system ticks."""
+    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
 
 
 def _write(path: Path, text: str) -> None:
