@@ -304,6 +304,7 @@ def test_whether_sums_are_enough_is_tried() -> None:
     [
         (fv.FedAvg(weights="size"), {}, "needs secure.max_weight"),
         (fv.FedAvg(), {"clients": 2}, "hides nothing among 2 clients"),
+        (fv.FedAvg(), {"options": "train.participants=2"}, "hides nothing among 2 clients"),
         (fv.FedAvg(), {"options": "secure.threshold=0.4"}, "secure.threshold"),
         (fv.FedAvg(), {"options": "secure.treshold=0.9"}, "unknown key secure.treshold"),
         (fv.FedAvg(), {"secure-aggregation": False, "options": "secure.threshold=0.9"}, "without"),

@@ -69,8 +69,8 @@ class SecureSettings(Checked, frozen=True, kw_only=True):
     max_weight: Positive = 1.0  # the largest number of samples, where weights are those
 
 
-def check_carries(method: Method, clients: int, settings: SecureSettings) -> None:
-    """Refuse what cannot be kept, with the reason."""
+def check_carries(method: Method, asked: int, settings: SecureSettings) -> None:
+    """Refuse what cannot be kept, with the reason; `asked` clients take part in a round."""
     if not is_additive(method):
         what = ", ".join(method.reveals)
         raise BadInput(
@@ -78,8 +78,8 @@ def check_carries(method: Method, clients: int, settings: SecureSettings) -> Non
             f"{what} by itself, and a secure sum hides just that; leave it out, or take FedAvg, "
             "q-FFL, FairLoss or FairGrad"
         )
-    if clients < FEWEST:
-        raise BadInput(f"{SECURE} = true hides nothing among {clients} clients; {FEWEST} or more")
+    if asked < FEWEST:
+        raise BadInput(f"{SECURE} = true hides nothing among {asked} clients; {FEWEST} or more")
     if method.client_weights == "size" and settings.max_weight == 1:
         raise BadInput(f"{SECURE} = true with weights by size needs secure.max_weight, the largest "
                        "number of samples of any client")  # fmt: skip

@@ -29,6 +29,7 @@ import torch
 from fairvar.checked import Checked
 from fairvar.config import Config, merge_overrides, refuse_unknown
 from fairvar.data.sources import OWN
+from fairvar.engine.participation import Participation
 from fairvar.errors import BadInput
 from fairvar.experiment import federation_of, initial_model
 from fairvar.federated.run import Agreement
@@ -114,7 +115,9 @@ def read_terms(run_config: Mapping[str, Any]) -> Terms:
     secure = None
     if run_config.get(SECURE):
         secure = _section(SecureSettings, masked or {})
-        check_carries(config.method, config.data.clients, secure)
+        train, clients = config.train, config.data.clients
+        asked = Participation.build(clients, train.seed, train.participation, train.participants)
+        check_carries(config.method, asked.number, secure)
     elif masked is not None:
         raise BadInput(f"secure.* is given without {SECURE} = true")
     return Terms(config, rules, privacy, secure, texts)
