@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -71,12 +70,12 @@ def require_simulation() -> None:
 
 
 class Simulation(AbstractContextManager["Simulation"]):
-    """Calls are rounds; `processor` is what each cost all of Flower's processes together."""
+    """Calls are rounds; `spent` is the processor time that they cost all of Flower's processes."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.processor: list[float] = []  # seconds of processor time, call by call
-        self.tree: set[int] = set()  # Flower's processes
+        self.spent, self.calls = 0.0, 0
+        self.tree: set[int] = set()  # Flower's processes; none known where this is not Linux
 
     def __enter__(self) -> Simulation:
         self.folder = Path(tempfile.mkdtemp(prefix="fairvar-bench-"))
@@ -100,15 +99,14 @@ class Simulation(AbstractContextManager["Simulation"]):
         self.line.sendall(ROUND)
         if self.line.recv(len(DONE)) != DONE:
             raise RunFailed(f"Flower's simulation ended: {self._log()}")
-        self.processor.append(processor_time(self.tree) - before)
-        if len(self.processor) <= STARTING:  # looking for processes takes time: not in every turn
+        self.spent += processor_time(self.tree) - before
+        self.calls += 1
+        if self.calls <= STARTING:  # looking for processes takes time: not in every turn
             self.tree = tree_of(self.processes[0].pid)
 
-    @property
-    def processor_seconds(self) -> float | None:
-        """Of a round; None where it cannot be told."""
-        later = self.processor[STARTING:]
-        return statistics.median(later) if self.tree and later else None
+    def clock(self) -> float:
+        """Processor time of this process and, while they do a round, of Flower's."""
+        return time.process_time() + self.spent
 
     def _start(self) -> None:
         port, place = _free_port(), self.folder / "line"

@@ -43,11 +43,17 @@ class BenchRow:
     flops: float  # one forward and backward pass over all samples, whatever the method
     limit: float  # of the machine, per second
     padding: float | None = None  # of ragged clients: work on samples that are not there
-    flower_processor: float | None = None  # seconds of all of Flower's processes, per round
+    processor: dict[str, Timing] | None = None  # beside Flower: processor time of all processes
 
     def against(self, name: str) -> Spread | None:
         """How many times longer the other takes."""
         return ratio(self.timings[name], self.timings[OURS]) if name in self.timings else None
+
+    @property
+    def cost_of_flower(self) -> Spread | None:
+        """How many times more processor time Flower's processes take."""
+        found = self.processor
+        return None if found is None else ratio(found["flower"], found[OURS])
 
     @property
     def seconds(self) -> float:
@@ -79,7 +85,9 @@ class BenchRow:
             "peak_bytes": {k: t.peak_bytes for k, t in self.timings.items()},
             "peak_bytes_of_process": self.timings[OURS].process_bytes,
             "padding": self.padding,
-            "flower_processor_milliseconds": _times(self.flower_processor, 1000),
+            "processor_milliseconds": {
+                k: _scaled(t.seconds, 1000) for k, t in (self.processor or {}).items()
+            },
             "samples_per_second": self.samples_per_second,
             "share_of_matmul_limit": self.share_of_limit,
             "turns": len(self.timings[OURS].times),
@@ -149,8 +157,10 @@ def _measure(case: Case, settings: BenchSettings, limit: float) -> BenchRow:
     if case.kind == "flower":
         with Simulation(case) as simulation:
             rivals: dict[str, Work] = {"flower": simulation, **contenders}
-            timings = _timings(case, settings, rivals, module, data)
-            processor = simulation.processor_seconds
+            timings, processor = _timings(case, settings, rivals, module, data), None
+            if simulation.tree:
+                turns = settings.repeat, settings.limit
+                processor = alternate(rivals, device, *turns, simulation.clock)
     else:
         timings, processor = _timings(case, settings, contenders, module, data), None
     if case.kind == "grid":  # the loop trains one of the runs: it would take minutes for all
@@ -241,10 +251,6 @@ def _processor() -> str:
         lines = []
     named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.processor() or platform.machine()
-
-
-def _times(value: float | None, factor: float) -> float | None:
-    return None if value is None else factor * value
 
 
 def _scaled(spread: Spread | None, factor: float) -> dict[str, float] | None:
