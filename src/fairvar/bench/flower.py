@@ -80,6 +80,7 @@ class Simulation(AbstractContextManager["Simulation"]):
     def __enter__(self) -> Simulation:
         self.folder = Path(tempfile.mkdtemp(prefix="fairvar-bench-"))
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.line = socket.socket(socket.AF_UNIX)
         try:
             self._start()
         except BaseException:
@@ -88,6 +89,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.line.close()
         for process in reversed(self.processes):
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -115,15 +117,14 @@ class Simulation(AbstractContextManager["Simulation"]):
         _write(app / "bench_app" / "__init__.py", "")
         _write(app / "bench_app" / "parts.py", PARTS)
         _write(self.folder / "home" / "config.toml", LINK.format(port=port))
-        listening = socket.socket(socket.AF_UNIX)
-        listening.bind(str(place))
-        listening.listen(1)
+        self.line.bind(str(place))
+        self.line.listen(1)
         self._run("flower-superlink", "--insecure", "--simulation", "--host", "127.0.0.1",
                   "--port", str(port), "--database", str(self.folder / "state.db"))  # fmt: skip
         self._wait_for("Uvicorn running")
         self._run("flwr", "run", str(app), "here", "--stream", "--federation-config",
                   f"num-supernodes={self.case.clients} client-resources-num-cpus=1")  # fmt: skip
-        with listening:
+        with self.line as listening:  # from here on, the line to the app
             self.line = self._answered(listening)
 
     def _answered(self, listening: socket.socket) -> socket.socket:
