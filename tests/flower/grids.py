@@ -35,6 +35,7 @@ class InProcessGrid(Grid):
         self.app = client_app()
         self.replies: dict[str, Message] = {}
         self.sent = 0
+        self.states: dict[int, RecordDict] = {}  # what Flower keeps for a node during a run
 
     def set_run(self, run: object) -> None:
         raise AssertionError("fairvar never asks for this")
@@ -68,7 +69,8 @@ class InProcessGrid(Grid):
         config: dict = {"partition-id": client}
         if client in self.data:
             config = {"client": client, "data": self.data[client]}
-        context = Context(1, node, config, RecordDict(), dict(self.run_config), 1)
+        state = self.states.setdefault(node, RecordDict())
+        context = Context(1, node, config, state, dict(self.run_config), 1)
         try:
             reply = self.app(_travelled(message), context)
         except Exception as error:  # as Flower does with any exception of an app

@@ -281,7 +281,6 @@ def test_privacy_is_refused_where_it_would_not_cover(method: fv.Method, tmp_path
         ({"data": "npz"}, "input-shape = ''"),
         ({"rounds": 0}, "train.rounds"),
         ({"options": "'"}, "cannot be read"),
-        ({"secure-aggregation": True}, "unprotected"),
     ],
 )
 def test_a_bad_run_configuration_is_refused(change: dict, message: str, tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import fairvar as fv
 from fairvar import cli
-from fairvar.bench import BenchSettings, contenders, run_bench
+from fairvar.bench import BenchSettings, contenders, flower, run_bench
 from fairvar.bench import cases as cases_module
 from fairvar.bench.bare import Bare
 from fairvar.bench.cases import ALL, EPOCH_STEPS, METHODS, SIX, Case, cases
@@ -235,6 +238,12 @@ def test_the_table_of_cases_follows_the_options() -> None:
     assert {c.method for c in cases(BenchSettings(case="grid"))} == set(SIX)
     assert {c.kind for c in cases(BenchSettings(device="cuda"))} == {"rounds", "grid", "ragged"}
     assert [c.kind for c in cases(BenchSettings(case="memory"))] == ["memory"]
+    beside = cases(BenchSettings(case="flower"))
+    assert {(c.kind, c.clients) for c in beside} == {("flower", 50)}
+    assert {(c.model, c.method) for c in beside} >= {
+        ("multinomial", "fairgrad*"),
+        ("avgcnn", "fedavg"),
+    }
 
 
 def test_every_target_has_a_case_in_the_tables() -> None:
@@ -262,11 +271,38 @@ def test_every_target_has_a_case_in_the_tables() -> None:
         ({"repeat": 0}, "bench.repeat"),
         ({"precision": "tf32"}, "NVIDIA"),
         ({"case": "grids"}, "grid"),
+        ({"case": "flower", "device": "cuda"}, "on the CPU"),
+        ({"case": "flower", "local": "epoch"}, "one local step"),
     ],
 )
 def test_bad_options_are_told(arguments: dict, mentioned: str) -> None:
     with pytest.raises(fv.BadInput, match=mentioned):
         BenchSettings(**arguments)
+
+
+@pytest.mark.parametrize("missing", ["flwr", "ray"])
+def test_flower_is_told_to_be_missing_before_any_work(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flower, "find_spec", lambda name: None if name == missing else object())
+    with pytest.raises(fv.BadInput, match=rf"needs {missing}, not.*fairvar\[simulation\]"):
+        run_bench(BenchSettings(case="flower"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
+def test_processor_time_counts_processes_of_processes() -> None:
+    busy = "import time; t = time.process_time\nwhile t() < 0.3: pass\nprint(flush=True); input()"
+    inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
+    command = [sys.executable, "-c", inner]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as outer:
+        assert outer.stdout is not None
+        outer.stdout.readline()
+        alone, both = flower.processor_time({outer.pid}), flower.tree_of(outer.pid)
+        together = flower.processor_time(both)
+        outer.communicate(b"\n")
+    assert len(both) == 2
+    assert 0.29 <= together - alone < 5
+    assert flower.tree_of(2**30) == set()
 
 
 def test_a_device_that_is_not_there_is_told_before_any_work() -> None:

@@ -16,7 +16,7 @@ from fairvar.methods import AFL, QFFL, AAggFF, FairGrad, FairLoss, FedAvg, Metho
 from fairvar.models import MODELS
 
 Local = Literal["step", "epoch"]
-Kind = Literal["rounds", "grid", "ragged", "memory"]
+Kind = Literal["rounds", "grid", "ragged", "memory", "flower"]
 Precision = Literal["full", "tf32", "bfloat16"]  # as in the engine's settings
 EPOCH_STEPS = 4  # a local epoch is so many steps over the same samples, unless a case says more
 CLIENT_LOOPS = ("naive", "bare", "lean")
@@ -72,6 +72,8 @@ class BenchSettings(Checked, frozen=True, kw_only=True):
             raise BadInput('bench.model = "linear" has no classes; take multinomial')
         if self.method is not None and self.method not in METHODS:
             raise unknown("method", self.method, METHODS)
+        if self.case == "flower" and (self.device != "cpu" or self.local == "epoch"):
+            raise BadInput('bench.case = "flower" is measured on the CPU, with one local step')
         if self.device == "cpu" and self.precision == "tf32":
             raise BadInput('bench.precision = "tf32" is a format of NVIDIA GPUs; leave it out')
 
@@ -99,7 +101,8 @@ class Case:
     """A round of `method`: every client has `samples`, used in one step or in one epoch.
 
     Kinds: "rounds"; a "grid" of runs that differ in numbers and seeds; "ragged" clients, which have
-    `samples` on average; and "memory", one round for its peak alone.
+    `samples` on average; "memory", one round for its peak alone; and "flower", rounds beside those
+    of Flower's simulation runtime.
     """
 
     model: str
@@ -183,6 +186,11 @@ NO_NAIVE = ("bare", "lean", "central")
 GRID = Group("multinomial", 50, 16, SIX, rivals=("bare", "gemm"), kind="grid")
 RAGGED = Group("avgcnn", 50, 800, ("fedavg",), EPOCH, 64, ("bare",), "ragged")
 MEMORY = Group("avgcnn", 1000, 50, ("fedavg",), EPOCH, 10, (), "memory")
+BESIDE_FLOWER = ("flower", "reference", "bare")
+FLOWER = (
+    Group("multinomial", 50, 16, ("fedavg", "fairgrad*"), rivals=BESIDE_FLOWER, kind="flower"),
+    Group("avgcnn", 50, 32, ("fedavg",), rivals=BESIDE_FLOWER, kind="flower"),
+)
 # Clients with more samples than they use: nothing about a batch can be known before the round.
 DRAWN = Group("multinomial", 50, 800, FOUR, step=16, rivals=NO_NAIVE)
 SIZES = tuple(Group("multinomial", n, 16, FOUR, rivals=NO_NAIVE) for n in (10, 200, 1000))
@@ -260,7 +268,7 @@ def cases(settings: BenchSettings) -> list[Case]:
 
 def _groups(settings: BenchSettings) -> tuple[Group, ...]:
     if settings.case is not None and settings.case != "rounds":
-        return tuple(g for g in (GRID, RAGGED, MEMORY) if g.kind == settings.case)
+        return tuple(g for g in (GRID, RAGGED, MEMORY, *FLOWER) if g.kind == settings.case)
     table = QUICK if settings.is_quick else ON_CPU if settings.on_cpu else ON_GPU
     sized = settings.clients or settings.batch or settings.local
     if settings.case == "rounds" or sized:

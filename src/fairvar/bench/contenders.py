@@ -19,7 +19,7 @@ from fairvar.bench.naive import Naive
 from fairvar.engine.batches import Schedule
 from fairvar.engine.grid import Grid, Member
 from fairvar.engine.settings import TrainSettings
-from fairvar.engine.train import prepare
+from fairvar.engine.train import Prepared, prepare
 from fairvar.federation import Federation
 from fairvar.methods import Method
 
@@ -57,7 +57,14 @@ def make_engine(case: Case, settings: BenchSettings, module: nn.Module, data: Fe
 
 def _single(case: Case, settings: BenchSettings, module: nn.Module, data: Federation) -> Ready:
     """A run, round by round as `train` does it."""
-    train = _train(case, settings)
+    prepared, work = _stepping(case, _train(case, settings), module, data)
+    padding = padded_share(prepared.run.schedule) if case.kind == "ragged" else None
+    return Ready(work, prepared.path, padding)
+
+
+def _stepping(
+    case: Case, train: TrainSettings, module: nn.Module, data: Federation
+) -> tuple[Prepared, Work]:
     prepared = prepare(module, data, METHODS[case.method], "cross_entropy", train)
     state = prepared.start()
 
@@ -65,8 +72,7 @@ def _single(case: Case, settings: BenchSettings, module: nn.Module, data: Federa
         nonlocal state
         state, _ = prepared.step(state)
 
-    padding = padded_share(prepared.run.schedule) if case.kind == "ragged" else None
-    return Ready(work, prepared.path, padding)
+    return prepared, work
 
 
 def _grid(case: Case, settings: BenchSettings, data: Federation) -> Ready:
@@ -91,6 +97,9 @@ def make_rivals(
 ) -> dict[str, Work]:
     device = data.train.x.device
     found = _rivals(case, module, data)
+    if "reference" in case.rivals:  # the readable loop of the engine's own code
+        plain = structs.replace(_train(case, settings), engine="reference")
+        found["reference"] = _stepping(case, plain, module, data)[1]
     return {name: in_precision(work, device, settings.numbers) for name, work in found.items()}
 
 

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fairvar._version import __version__
 from fairvar.bench.cases import CLASSES, CLIENT_LOOPS, METHODS, BenchSettings, Case, cases
 from fairvar.bench.contenders import OURS, make_engine, make_rivals
+from fairvar.bench.flower import Simulation, require_simulation
 from fairvar.bench.measure import Spread, Timing, Work, alternate, matmul_limit, once, ratio
 from fairvar.engine.captured import RECORDINGS
 from fairvar.engine.run import arithmetic
@@ -42,10 +43,17 @@ class BenchRow:
     flops: float  # one forward and backward pass over all samples, whatever the method
     limit: float  # of the machine, per second
     padding: float | None = None  # of ragged clients: work on samples that are not there
+    processor: dict[str, Timing] | None = None  # beside Flower: processor time of all processes
 
     def against(self, name: str) -> Spread | None:
         """How many times longer the other takes."""
         return ratio(self.timings[name], self.timings[OURS]) if name in self.timings else None
+
+    @property
+    def cost_of_flower(self) -> Spread | None:
+        """How many times more processor time Flower's processes take."""
+        found = self.processor
+        return None if found is None else ratio(found["flower"], found[OURS])
 
     @property
     def seconds(self) -> float:
@@ -77,6 +85,9 @@ class BenchRow:
             "peak_bytes": {k: t.peak_bytes for k, t in self.timings.items()},
             "peak_bytes_of_process": self.timings[OURS].process_bytes,
             "padding": self.padding,
+            "processor_milliseconds": {
+                k: _scaled(t.seconds, 1000) for k, t in (self.processor or {}).items()
+            },
             "samples_per_second": self.samples_per_second,
             "share_of_matmul_limit": self.share_of_limit,
             "turns": len(self.timings[OURS].times),
@@ -104,6 +115,8 @@ def run_bench(
 ) -> BenchResult:
     """Measure all cases. `report(done, total, what)` is told before each, and `keep` is given all
     that is known after each: a run that is killed leaves what it has measured."""
+    if settings.case == "flower":
+        require_simulation()
     todo, load = cases(settings), os.getloadavg()[0]
     result = BenchResult({"load_before": load})
     prepare_device(settings.device)
@@ -141,11 +154,20 @@ def _measure(case: Case, settings: BenchSettings, limit: float) -> BenchRow:
     flops = _flops_per_sample(module, data) * case.used
     engine = make_engine(case, settings, module, data)
     contenders = make_rivals(case, settings, module, data) | {OURS: engine}
-    timings = _timings(case, settings, contenders, module, data)
+    if case.kind == "flower":
+        with Simulation(case) as simulation:
+            rivals: dict[str, Work] = {"flower": simulation, **contenders}
+            timings, processor = _timings(case, settings, rivals, module, data), None
+            if simulation.tree:
+                turns = settings.repeat, settings.limit
+                processor = alternate(rivals, device, *turns, simulation.clock)
+    else:
+        timings, processor = _timings(case, settings, contenders, module, data), None
     if case.kind == "grid":  # the loop trains one of the runs: it would take minutes for all
         timings["bare"] = timings["bare"].times_by(case.runs)
     assert engine.ready is not None
-    return BenchRow(case, engine.ready.path, timings, flops, limit, engine.ready.padding)
+    return BenchRow(case, engine.ready.path, timings, flops, limit, engine.ready.padding,
+                    processor)  # fmt: skip
 
 
 def _timings(
@@ -180,7 +202,7 @@ def _free(device: torch.device) -> None:
 
 def _clock(settings: BenchSettings) -> tuple[Callable[[], float], str]:
     """One thread on the CPU: time of the process, which does not run while others have the core."""
-    if settings.on_cpu and settings.threads == 1:
+    if settings.on_cpu and settings.threads == 1 and settings.case != "flower":
         return time.process_time, "CPU time of the process"
     return time.perf_counter, "wall time"
 

@@ -30,14 +30,22 @@ TIMES = (
     Column("bare", "bare ms", 1, "per round, the client loop that people write"),
     Column("lean", "lean ms", 1, "per round, the same loop tuned by hand"),
     Column("central", "central ms", 1, "SGD on the pooled batch, no clients"),
+    Column("flower", "Flower ms", 0, "per round, Flower's simulation runtime with fairvar's app"),
+    Column("reference", "reference ms", 1, "per round, the engine's own loop over clients"),
     Column("gemm", "gemm ms", 2, "the matrix products of the round alone"),
 )
+MULTIPLES = ("naive", "bare", "lean", "flower", "reference")
 LEAN = Column("x_lean", "× lean", 1, "lean / fairvar, median and range")
 SHORT = (
     Column(OURS, "fairvar ms", 2, "per round, median over the turns"),
     Column("x_naive", "× naive", 1, "naive / fairvar, median and range over the turns"),
     Column("x_bare", "× bare", 1, "bare / fairvar, median and range"),
     Column("x_central", "of central", 2, "fairvar / central"),
+    Column("x_flower", "× Flower", 0, "Flower's simulation / fairvar, median and range"),
+    Column("x_cpu", "× Flower CPU", 0, "the same of processor time, of all of Flower's processes"),
+    Column("cpu_flower", "Flower CPU ms", 0, "processor time of all of Flower's processes"),
+    Column("cpu_ours", "fairvar CPU ms", 2, "processor time, in the same turns"),
+    Column("x_reference", "× reference", 1, "reference loop / fairvar, median and range"),
     Column("x_gemm", "of gemm", 2, "fairvar / gemm"),
     Column("padding", "padding %", 1, "work on samples that are not there, of the other work"),
     Column("peak", "peak MB", 0, "memory of a round on top of data and model"),
@@ -104,8 +112,9 @@ def _cells(row: BenchRow) -> dict[str, Cell]:
     shares = {f"x_{k}": row.against(k) for k in ("central", "gemm")}
     return {
         **{name: Estimate(1000 * t.seconds.median) for name, t in row.timings.items()},
-        **{f"x_{k}": _spread(row.against(k), len(ours.times)) for k in ("naive", "bare", "lean")},
+        **{f"x_{k}": _spread(row.against(k), len(ours.times)) for k in MULTIPLES},
         **{k: Estimate(1 / v.median) for k, v in shares.items() if v is not None},
+        **_processor(row),
         "padding": None if row.padding is None else Estimate(100 * row.padding),
         "peak": None if ours.peak_bytes is None else Estimate(ours.peak_bytes / 1e6),
         "process": _process(row),
@@ -114,6 +123,17 @@ def _cells(row: BenchRow) -> dict[str, Cell]:
         "limit": Estimate(100 * row.share_of_limit),
         "turns": Estimate(len(ours.times)),
         "path": row.path,
+    }
+
+
+def _processor(row: BenchRow) -> dict[str, Cell]:
+    found = row.processor
+    if found is None:
+        return {}
+    return {
+        "cpu_flower": Estimate(1000 * found["flower"].seconds.median),
+        "cpu_ours": Estimate(1000 * found[OURS].seconds.median),
+        "x_cpu": _spread(row.cost_of_flower, len(found[OURS].times)),
     }
 
 

@@ -117,7 +117,8 @@ def bench(
 
     Args:
         quick: the short table, a few minutes; the default on the CPU.
-        case: "rounds", "grid" (275 runs together), "ragged" (uneven clients) or "memory" only.
+        case: "rounds", "grid" (275 runs together), "ragged" (uneven clients), "memory" or
+            "flower" (beside Flower's simulation runtime) only.
         model: this model only.
         method: this method only, such as qffl or fairloss* (a star: the exact variant).
         clients: so many clients in every case.

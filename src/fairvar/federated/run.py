@@ -33,6 +33,7 @@ from fairvar.federated.guard import Refusal, counted
 from fairvar.federated.messages import ACCURACY, LOSS, MODEL, SAMPLES
 from fairvar.federated.server import Good, Server, Transport
 from fairvar.federated.settings import FederationSettings
+from fairvar.federated.summed import MeanTransport, SummingServer
 from fairvar.federation import Federation, Split
 from fairvar.history import History, Key
 from fairvar.methods.base import Method
@@ -73,7 +74,8 @@ def federate(
     run = _server_run(agreed)
     state = _fresh(run) if start is None else start.state
     book = Book(run, None if start is None else start.tables)
-    server = Server(
+    kind: type[Server] = SummingServer if isinstance(transport, MeanTransport) else Server
+    server = kind(
         method=agreed.method,
         clients=agreed.clients,
         lr=settings.lr,

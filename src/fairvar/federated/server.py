@@ -124,7 +124,7 @@ class Server:
 
     def _probe(self, state: State, method: Method, attempt: int, ids: list[int]) -> _Known:
         stamp, wanted = Stamp("probe", state.round, attempt), grouped(**{GRADIENT: state.x})
-        good = self._exchange(stamp, ids, _model(state), {}, wanted, sends_loss(method))
+        good = self._exchange(stamp, ids, model_of(state), {}, wanted, sends_loss(method))
         share = self._share(self._enough(good))
         a = share @ self._losses(good) if sends_loss(method) else state.mean_loss
         return _Known(list(good), good, a, _mean_gradient(share, good))
@@ -136,7 +136,7 @@ class Server:
         if method.uses_mean_loss:
             numbers[MEAN_LOSS] = float(known.mean_loss)
         shared = known.mean_gradient if method.uses_mean_gradient else None
-        sent, wanted = _model(state) | grouped(**{GRADIENT: shared}), _model(state)
+        sent, wanted = model_of(state) | grouped(**{GRADIENT: shared}), model_of(state)
         if self._gradients_with_training(known):
             wanted |= grouped(**{GRADIENT: state.x})
         stamp = Stamp("train", state.round, attempt)
@@ -200,7 +200,7 @@ class Server:
 
     def _enough(self, good: Good) -> Good:
         if len(good) < self.settings.min_replies:
-            raise TooFew(f"{len(good)} good replies, {self.settings.min_replies} are needed")
+            raise too_few(len(good), self.settings)
         return good
 
     def _share(self, good: Good) -> Tensor:
@@ -216,7 +216,11 @@ class Server:
         return limited_losses(loss, self.settings.loss_cap * self.typical_loss)
 
 
-def _model(state: State) -> Tree:
+def too_few(found: int, settings: FederationSettings) -> TooFew:
+    return TooFew(f"{found} good replies, {settings.min_replies} are needed")
+
+
+def model_of(state: State) -> Tree:
     return grouped(**{MODEL: state.x, BUFFERS: state.buffers})
 
 

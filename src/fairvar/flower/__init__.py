@@ -11,7 +11,7 @@ run configuration (`setup.py`), where a node's data lie in its node configuratio
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -20,6 +20,7 @@ from fairvar.errors import BadInput
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
+    from flwr.clientapp.typing import Mod
     from flwr.serverapp import ServerApp
 
 Model = Callable[[], nn.Module]  # makes the same architecture on the server and on every node
@@ -33,12 +34,13 @@ def server_app(model: Model | None = None) -> ServerApp:
     return make_server_app(model)
 
 
-def client_app(model: Model | None = None) -> ClientApp:
-    """The ClientApp: answers with the node's own data."""
+def client_app(model: Model | None = None, mods: Sequence[Mod] = ()) -> ClientApp:
+    """The ClientApp: answers with the node's own data. `mods` are Flower's, such as its LocalDpMod,
+    for the train exchange."""
     require_flower()
     from fairvar.flower.client import make_client_app
 
-    return make_client_app(model)
+    return make_client_app(model, mods)
 
 
 def require_flower() -> None:

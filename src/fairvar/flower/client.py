@@ -9,13 +9,14 @@ each, and may start it elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 
 from fairvar.data import IID, build_federation
 from fairvar.data.sources import load
@@ -28,16 +29,21 @@ from fairvar.federated.messages import Stamp
 from fairvar.federation import Federation
 from fairvar.flower import Model
 from fairvar.flower.privacy import clipped
+from fairvar.flower.secure import secured
 from fairvar.flower.setup import Setup, read_setup
 from fairvar.flower.wire import from_records, to_records
 
 
-def make_client_app(model: Model | None) -> ClientApp:
+def make_client_app(model: Model | None, mods: Sequence[Mod] = ()) -> ClientApp:
+    return app_of(lambda context: node_client(context, model), mods)
+
+
+def app_of(client_of: Callable[[Context], Client], mods: Sequence[Mod] = ()) -> ClientApp:
+    """Answers as the client that a node is."""
     app = ClientApp()
 
     def answer(message: Message, context: Context) -> Message:
-        client = node_client(context, model)
-        reply = client.answer(from_records(message.content))
+        reply = client_of(context).answer(from_records(message.content))
         return Message(to_records(reply), reply_to=message)
 
     def hello(message: Message, context: Context) -> Message:
@@ -45,8 +51,8 @@ def make_client_app(model: Model | None) -> ClientApp:
         return Message(to_records(me), reply_to=message)
 
     app.query("hello")(hello)
-    app.query("probe")(answer)
-    app.train(mods=[clipped])(answer)
+    app.query("probe", mods=[secured])(answer)
+    app.train(mods=[secured, *mods, clipped])(answer)
     app.evaluate()(answer)
     return app
 

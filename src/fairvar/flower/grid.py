@@ -50,14 +50,20 @@ class GridTransport:
         sent = {r.client: r for r in requests if r.client in self.nodes}
         envelopes = [self._envelope(r, seconds) for r in sent.values()]
         waiting = dict(zip(self.grid.push_messages(envelopes), sent, strict=True))
-        end = time.monotonic() + seconds
-        while waiting and time.monotonic() < end:
-            for reply in self._pull(waiting):
-                yield self._arrival(waiting.pop(reply.metadata.reply_to_message_id), reply)
-            if waiting:
-                time.sleep(PAUSE)
+        for reply in self._replies(set(waiting), seconds):
+            yield self._arrival(waiting.pop(reply.metadata.reply_to_message_id), reply)
         for client in waiting.values():
             self.nodes.pop(client, None)  # whoever is late must say hello again
+
+    def _replies(self, ids: set[str], seconds: float) -> Iterator[Envelope]:
+        """Those that come before the time is over."""
+        end = time.monotonic() + seconds
+        while ids and time.monotonic() < end:
+            for reply in self._pull(ids):
+                ids.discard(reply.metadata.reply_to_message_id)
+                yield reply
+            if ids:
+                time.sleep(PAUSE)
 
     def _envelope(self, request: Message, seconds: float) -> Envelope:
         kind = request.stamp.exchange
@@ -67,7 +73,7 @@ class GridTransport:
     def _arrival(self, client: int, reply: Envelope) -> Arrival:
         if reply.has_error():
             self.nodes.pop(client, None)
-            return Arrival(client, None, Reason.ERROR, _short(reply))
+            return Arrival(client, None, Reason.ERROR, short(reply))
         try:
             return Arrival(client, from_records(reply.content))
         except ValueError as error:
@@ -112,5 +118,5 @@ class GridTransport:
         return [reply for reply in found if reply.metadata.reply_to_message_id in asked]
 
 
-def _short(reply: Envelope) -> str:
+def short(reply: Envelope) -> str:
     return f"Flower's error {reply.error.code}: {reply.error.reason or ''}"[:300].strip()

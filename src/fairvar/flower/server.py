@@ -35,7 +35,8 @@ from fairvar.federated.run import federate, first_state
 from fairvar.federated.settings import FederationSettings
 from fairvar.flower import Model
 from fairvar.flower.grid import GridTransport
-from fairvar.flower.privacy import check_fits, noisy, request_facts
+from fairvar.flower.privacy import check_fits, noisy, request_facts, spent
+from fairvar.flower.secure import SecureTransport, check_model
 from fairvar.flower.setup import Setup, read_setup
 from fairvar.store import check_writable, is_complete, write_checkpoint
 from fairvar.tree import Tree
@@ -69,11 +70,13 @@ def run_on(grid: Grid, setup: Setup) -> Path:
 
     privacy = setup.privacy
     if privacy is not None:
-        check_fits(setup.config.method, first_state(setup.agreed))
+        check_fits(privacy, setup.config.method, first_state(setup.agreed))
+    if setup.secure is not None:
+        check_model(first_state(setup.agreed))
     history, refused = federate(
         setup.agreed,
         setup.rules,
-        GridTransport(grid, setup.agreed.clients, request_facts(privacy)),
+        _transport(grid, setup),
         _start(setup, folder),
         keep=keep,
         finish=lambda outcome: outcome if privacy is None else noisy(outcome, privacy),
@@ -81,31 +84,40 @@ def run_on(grid: Grid, setup: Setup) -> Path:
     passport = _passport(setup) if setup.own_data else None
     if passport is None:
         record_federation(folder.parent, federation_of(setup.config))
-    more = {"refused.csv": _table(refused), "federation.json": _terms(setup)}
+    more = {"refused.csv": _table(refused), "federation.json": _terms(setup, history.rounds)}
     store_run(folder, run_files(setup.config, history, passport, more))
     LOG.info("the run is in %s", folder)
     return folder
 
 
+def _transport(grid: Grid, setup: Setup) -> GridTransport:
+    facts, clients = request_facts(setup.privacy), setup.agreed.clients
+    if setup.secure is None:
+        return GridTransport(grid, clients, facts)
+    return SecureTransport(grid, clients, setup.secure, facts)
+
+
 def folder_of(setup: Setup) -> Path:
     """Named by the configuration's fingerprint, as a simulated run's, and "flower". What else
-    decides the numbers (caps, privacy, the start) adds to the name where it is not the usual."""
+    decides the numbers (caps, privacy, masks, the start) adds to the name where it is unusual."""
     plain, usual = run_folder(setup.config, setup.out), FederationSettings()
     rules = setup.rules
     same = (rules.loss_cap, rules.weight_cap) == (usual.loss_cap, usual.weight_cap)
-    if same and setup.privacy is None and setup.start is None:
+    special = (setup.privacy, setup.secure, setup.start)
+    if same and not any(special):
         return plain.with_name(f"{plain.name}-flower")
     caps = (rules.loss_cap, rules.weight_cap, rules.largest)
-    digest = hashlib.sha256(msgspec.json.encode([caps, setup.privacy, str(setup.start)]))
+    names = [caps, setup.privacy, str(setup.start), *filter(None, [setup.secure])]
+    digest = hashlib.sha256(msgspec.json.encode(names))
     return plain.with_name(f"{plain.name}-{digest.hexdigest()[:8]}-flower")
 
 
-def _terms(setup: Setup) -> bytes:
-    """Under which rules the run was made."""
+def _terms(setup: Setup, rounds: int) -> bytes:
+    """Under which rules the run was made, and what privacy its rounds have cost."""
     start = None if setup.start is None else str(setup.start)
-    return msgspec.json.encode(
-        {"federation": setup.rules, "privacy": setup.privacy, "start": start}, order="sorted"
-    )
+    terms = {"federation": setup.rules, "privacy": setup.privacy, "secure": setup.secure}
+    account = spent(setup.privacy, setup.agreed.clients, rounds)
+    return msgspec.json.encode({**terms, "start": start, "privacy_spent": account}, order="sorted")
 
 
 def _start(setup: Setup, folder: Path) -> Checkpoint | None:

@@ -12,15 +12,16 @@ Flower's run configuration is flat and of fixed keys; everything else goes into 
     input-shape = "64", classes = 10     of one sample: only for nodes' own files
     out = "runs"                         where the server writes the run
     start = ""                           the folder of a finished run to start from
+    secure-aggregation = false           true: the server learns sums over clients only (`secure`)
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -28,12 +29,14 @@ import torch
 from fairvar.checked import Checked
 from fairvar.config import Config, merge_overrides, refuse_unknown
 from fairvar.data.sources import OWN
+from fairvar.engine.participation import Participation
 from fairvar.errors import BadInput
 from fairvar.experiment import federation_of, initial_model
 from fairvar.federated.run import Agreement
 from fairvar.federated.settings import FederationSettings
 from fairvar.flower import Model
 from fairvar.flower.privacy import PrivacySettings
+from fairvar.flower.secure import SECURE, SecureSettings, check_carries
 
 S = TypeVar("S", bound=Checked)
 PLACES = {
@@ -46,13 +49,7 @@ PLACES = {
     "seed": "train.seed",
 }
 TEXTS = ("method-options", "options", "input-shape", "out", "start")
-KNOWN = dict.fromkeys((*PLACES, *TEXTS, "classes", "secure-aggregation"), object)
-# Flower's mod refuses train messages other than its legacy workflow's, and lets all others, such as
-# probes with gradients, pass without a word.
-NO_SECURE_AGGREGATION = (
-    "secure-aggregation = true cannot be kept: Flower's SecAgg+ mod would let the gradients "
-    "of probes pass unprotected; leave it out, docs/deploy.md tells what each method reveals"
-)
+KNOWN = dict.fromkeys((*PLACES, *TEXTS, "classes", SECURE), object)
 
 
 @dataclass(frozen=True)
@@ -60,6 +57,7 @@ class Setup:
     config: Config
     rules: FederationSettings
     privacy: PrivacySettings | None
+    secure: SecureSettings | None
     agreed: Agreement
     out: Path
     start: Path | None
@@ -70,11 +68,37 @@ class Setup:
         return self.config.data.name in OWN
 
 
+class Terms(NamedTuple):
+    """What the run configuration says, before any data are looked at."""
+
+    config: Config
+    rules: FederationSettings
+    privacy: PrivacySettings | None
+    secure: SecureSettings | None
+    texts: dict[str, str]
+
+
 def read_setup(run_config: Mapping[str, Any], model: Model | None = None) -> Setup:
     """Check the run configuration, on the server and on every node alike."""
+    config, rules, privacy, secure, texts = read_terms(run_config)
+    agreed = _agreement(config, model, texts["input-shape"], run_config.get("classes"))
+    if secure is not None:
+        # Scores of clients' own models would travel beside the masked ones, in the clear.
+        unseen = msgspec.structs.replace(agreed.evaluate, local=False)
+        agreed = replace(agreed, evaluate=unseen)
+    return Setup(
+        config=config,
+        rules=rules,
+        privacy=privacy,
+        secure=secure,
+        agreed=agreed,
+        out=Path(texts["out"] or "runs"),
+        start=Path(texts["start"]) if texts["start"] else None,
+    )
+
+
+def read_terms(run_config: Mapping[str, Any]) -> Terms:
     refuse_unknown(run_config, KNOWN, "")
-    if run_config.get("secure-aggregation"):
-        raise BadInput(NO_SECURE_AGGREGATION)
     usual = msgspec.to_builtins(Config().partition)
     values: dict[str, Any] = {"method": {}, "partition": usual}
     for key, place in PLACES.items():
@@ -85,16 +109,18 @@ def read_setup(run_config: Mapping[str, Any], model: Model | None = None) -> Set
     overrides = [f"method.{text}" for text in _words(texts["method-options"], "method-options")]
     values = merge_overrides(values, [*overrides, *_words(texts["options"], "options")])
     rules = _section(FederationSettings, values.pop("federation", {}))
-    private = values.pop("privacy", None)
+    private, masked = values.pop("privacy", None), values.pop("secure", None)
     config = Config.from_dict(values)
-    return Setup(
-        config=config,
-        rules=rules,
-        privacy=None if private is None else _section(PrivacySettings, private),
-        agreed=_agreement(config, model, texts["input-shape"], run_config.get("classes")),
-        out=Path(texts["out"] or "runs"),
-        start=Path(texts["start"]) if texts["start"] else None,
-    )
+    privacy = None if private is None else _section(PrivacySettings, private)
+    secure = None
+    if run_config.get(SECURE):
+        secure = _section(SecureSettings, masked or {})
+        train, clients = config.train, config.data.clients
+        asked = Participation.build(clients, train.seed, train.participation, train.participants)
+        check_carries(config.method, asked.number, secure)
+    elif masked is not None:
+        raise BadInput(f"secure.* is given without {SECURE} = true")
+    return Terms(config, rules, privacy, secure, texts)
 
 
 def _words(text: str, where: str) -> list[str]:
