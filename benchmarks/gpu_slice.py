@@ -32,10 +32,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import tomllib
-import zipfile
 from collections.abc import Iterator
 from hashlib import sha256
 from importlib.util import find_spec
@@ -112,7 +112,7 @@ def run(slice_file: Path, store: Path, out: Path, only: str | None) -> None:
             continue
         runs = store / "runs" / sweep["name"]
         for folder in sweep.get("earlier", []):
-            _unpack(ROOT / folder / "runs.zip", runs)
+            _unpack(ROOT / folder / "runs.tar.xz", runs)
         started = time.monotonic()
         command = ["sweep", sweep["config"], *sweep.get("overrides", []), "--no-estimate",
                    "--workers", str(sweep.get("workers", 1))]  # fmt: skip
@@ -162,8 +162,8 @@ def _start_mps() -> bool:
 def _unpack(archive: Path, runs: Path) -> None:
     """Runs of earlier slices count as finished."""
     runs.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(archive) as content:
-        content.extractall(runs)
+    with tarfile.open(archive, "r:xz") as content:
+        content.extractall(runs, filter="data")
 
 
 def _counts(runs: Path) -> dict[str, Any]:

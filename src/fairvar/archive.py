@@ -20,6 +20,7 @@ from fairvar.methods.base import Method
 from fairvar.tree import Tree
 
 NOT_MEASURED = -1  # instead of a count of right answers
+FIRST_LOSSES = 10  # evaluated rounds whose training losses condensed histories keep
 GROUPS = ("params", "buffers", "memory", "mean_gradient", "iterate")
 
 
@@ -97,14 +98,16 @@ def pack_history(history: History) -> bytes:
 
 
 def condensed_history(content: bytes) -> bytes:
-    """What reports need of a packed history: without losses on validation and test data and norms
-    of updates; training losses to three digits, counts as short as they are."""
+    """What reports need of a packed history, and the first training losses, by which others may
+    compare a run of their own: weights and losses to three digits, counts as short as they are."""
     flat = {k: v for k, v in _load(content).items()
             if not k.startswith(("evaluated_loss/", "update_norm"))}  # fmt: skip
     for name, table in flat.items():
         if name.startswith("right/") and table.numel() and int(table.max()) < 2**15:
             flat[name] = table.short()
-    flat["loss"] = (flat["loss"].view(torch.int32) & ~0x1FFF).view(torch.float32)
+    flat["loss"][FIRST_LOSSES:] = torch.nan
+    for name in ("loss", "weights"):
+        flat[name] = (flat[name].view(torch.int32) & ~0x1FFF).view(torch.float32)
     return save({k: v.contiguous() for k, v in flat.items()})
 
 

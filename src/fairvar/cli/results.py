@@ -33,7 +33,7 @@ def condense(
 
     Args:
         folders: what `fairvar sweep` or this command wrote.
-        out: folder for runs.zip.
+        out: folder for runs.tar.xz.
         all: keep all runs with their histories, chosen or not.
         t: as in `fairvar report`, which must then be asked with the same t, unit and m.
         unit: as in `fairvar report`.

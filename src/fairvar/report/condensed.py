@@ -1,7 +1,8 @@
-"""Results small enough to publish: `runs.zip` in place of a sweep's gigabytes.
+"""Results small enough to publish: `runs.tar.xz` in place of a sweep's gigabytes.
 
 It holds the chosen runs, whose histories keep what reports show (right answers of every client,
-weights, training losses to three digits), and of every other configuration its validation curve.
+weights to three digits, the first training losses), and of every other configuration its
+validation curve.
 So choosing can be repeated, with other options too, and each table and figure drawn again; final
 models and the losses on validation and test data are left out.
 """
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import lzma
+import re
+import tarfile
 import tempfile
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +26,7 @@ from safetensors.numpy import load, save
 
 from fairvar.archive import condensed_history
 from fairvar.config import Config
-from fairvar.errors import BadInput, IntegrityError
+from fairvar.errors import IntegrityError
 from fairvar.experiment import StoredRun
 from fairvar.report.trial import Summary
 from fairvar.select import Curve
@@ -32,10 +35,10 @@ from fairvar.store import is_complete, read_manifest, read_sealed, seal, with_ma
 if TYPE_CHECKING:
     from fairvar.report.gather import Group
 
-ARCHIVE = "runs.zip"
+ARCHIVE = "runs.tar.xz"
 SUMMARIES = "summaries"
+NAME = re.compile(r"(\w[\w.-]*/){1,2}\w[\w.-]*")
 MOST_BYTES = 2_000_000_000  # unpacked: an archive from elsewhere must not fill the disk
-LONG_AGO = (1980, 1, 1, 0, 0, 0)  # the same content is the same file
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Condensed:
 
 
 def condense(groups: Sequence[Group], out: Path, everything: bool = False) -> Path:
-    """Write `out/runs.zip`; `everything` keeps the histories of all runs, chosen or not."""
+    """Write `out/runs.tar.xz`; `everything` keeps the histories of all runs, chosen or not."""
     files: dict[str, bytes] = {}
     for group in groups:
         chosen = {id(result.trial) for result in group.results}
@@ -87,7 +90,7 @@ def condense(groups: Sequence[Group], out: Path, everything: bool = False) -> Pa
             facts = {k: v for k, v in group.federation.items() if k != "seal"}
             files[name] = seal(facts)
     path = out / ARCHIVE
-    write_bytes(path, _zipped(files))
+    write_bytes(path, _packed(files))
     return path
 
 
@@ -128,13 +131,15 @@ def _summary_files(group: Group, method: Any, lr: float, summary: Summary) -> di
     return _within(f"{SUMMARIES}/{name}", with_manifest(files, facts))
 
 
-def _zipped(files: Mapping[str, bytes]) -> bytes:
+def _packed(files: Mapping[str, bytes]) -> bytes:
+    """Without times and owners: the same content is the same file. Like stands beside like, since
+    thousands of manifests and configurations say nearly the same."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for name in sorted(files):
-            entry = zipfile.ZipInfo(name, LONG_AGO)
-            entry.compress_type = zipfile.ZIP_DEFLATED
-            archive.writestr(entry, files[name])
+    with tarfile.open(fileobj=buffer, mode="w:xz", preset=6) as archive:
+        for name in sorted(files, key=lambda n: (n.rpartition("/")[2], n)):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(files[name])
+            archive.addfile(entry, io.BytesIO(files[name]))
     return buffer.getvalue()
 
 
@@ -150,10 +155,23 @@ def unpacked(folder: Path) -> Path:
 def _unpack(archive: Path, changed: int) -> tempfile.TemporaryDirectory[str]:
     place = tempfile.TemporaryDirectory(prefix="fairvar-")
     try:
-        with zipfile.ZipFile(archive) as content:
-            if sum(entry.file_size for entry in content.infolist()) > MOST_BYTES:
-                raise BadInput(f"{archive} unpacks to more than {MOST_BYTES:,} bytes; refused")
-            content.extractall(place.name)  # takes no path out of its folder
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
+        with tarfile.open(archive, "r:xz") as content:
+            _extract(content, archive, Path(place.name))
+    except (tarfile.TarError, lzma.LZMAError, OSError, EOFError) as error:
         raise IntegrityError(f"{archive} cannot be unpacked: {error}") from None
     return place
+
+
+def _extract(content: tarfile.TarFile, archive: Path, place: Path) -> None:
+    """Plain files with plain names, and not too many bytes: an archive may come from elsewhere."""
+    room = MOST_BYTES
+    for entry in content:
+        target, room = place / entry.name, room - entry.size
+        if not entry.isfile() or not NAME.fullmatch(entry.name):
+            raise IntegrityError(f"{archive} holds {entry.name!r}; refused")
+        if room < 0:
+            raise IntegrityError(f"{archive} holds more than {MOST_BYTES:,} bytes; refused")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        read = content.extractfile(entry)
+        assert read is not None
+        target.write_bytes(read.read())
