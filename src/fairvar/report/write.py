@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from fairvar.experiment import start_note
+from fairvar.report.claims import claims_table
 from fairvar.report.gather import Group
 from fairvar.report.look import save
+from fairvar.report.overview import Numbered, overview_files, overviews
 from fairvar.report.page import Page, PageFigure, Section, figure_svg, write_page
 from fairvar.report.paper import printed
 from fairvar.report.pictures import (
@@ -90,9 +92,26 @@ def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[T
             written += files
             shown.append(PageFigure(figure_svg(figure), CAPTIONS[kind], [f.name for f in files]))
         sections.append(_section(group, table, shown))
-    page = Page(title, _subtitle(groups), sections, _birth(groups))
+    numbered = list(zip(groups, tables, strict=True))
+    for file, content in overview_files(numbered).items():
+        written.append(out / file)
+        write_text(written[-1], content)
+    claims = claims_table(groups)
+    if claims is not None:
+        written.append(out / "claims.md")
+        write_text(written[-1], render(claims, "markdown"))
+    page = Page(title, _subtitle(groups), [*_front(numbered, claims), *sections], _birth(groups))
     written.append(write_page(out / "index.html", page))
     return tables, written
+
+
+def _front(numbered: Numbered, claims: Table | None) -> Iterable[Section]:
+    """What stands before the single federations."""
+    for table in overviews(numbered):
+        anchor = "".join(c if c.isalnum() else "-" for c in table.title.partition(":")[0])
+        yield Section(table.title.partition(":")[0], f"all-{anchor}", table.title, table)
+    if claims is not None:
+        yield Section("The paper's sentences", "claims", "", claims)
 
 
 def _figures(group: Group) -> Iterable[tuple[str, Any]]:
@@ -114,8 +133,9 @@ def _section(group: Group, table: Table, figures: Sequence[PageFigure]) -> Secti
     chosen = "\n".join(f"{r.label}: {r.trial.describe(r.at)}" for r in group.results)
     alpha = "" if group.alpha is None else f", α = {group.alpha:g}"
     name = group_name(group)
+    protocol = "" if group.config.protocol == "boxes" else f", {group.config.protocol}"
     return Section(
-        f"{group.dataset}{alpha}",
+        f"{group.dataset}{protocol}{alpha}",
         name.replace(".", "_"),
         table.title,
         table,

@@ -1,0 +1,158 @@
+"""The paper's sentences about its tables, held against ours.
+
+A sentence becomes pairs of methods on one federation. Each pair is compared with the same seeds and
+clients on both sides (`paired`), and an interval that leaves zero out is a clear difference. Every
+interval has 95 %: of a hundred pairs that do not differ, about five look as if they did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fairvar.report.gather import Group
+from fairvar.report.paired import Difference, compare
+from fairvar.report.paper import DATASETS
+from fairvar.report.results import Result
+from fairvar.report.table import Column, Row, Table
+
+Metric = Literal["accuracy", "variance", "corrected_variance"]
+NAMES = {"accuracy": "accuracy", "variance": "variance", "corrected_variance": "corrected variance"}
+ALIKE, LESS, MORE = "alike", "less", "more"
+PLAIN = ("AAggFF", "q-FFL", "FairLoss")
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """`left` against each of `right` (all others if empty), in one metric."""
+
+    text: str
+    datasets: tuple[str, ...]
+    left: str
+    relation: str
+    metric: Metric
+    right: tuple[str, ...] = ()
+
+
+def _sentences() -> Iterator[Sentence]:
+    variances: tuple[Metric, ...] = ("variance", "corrected_variance")
+    for metric in variances:
+        yield Sentence("FairGrad has the lowest variance", ("cifar10",), "FairGrad", LESS, metric)
+    yield Sentence("FairGrad has the highest accuracy", ("cifar10",), "FairGrad", MORE, "accuracy")
+    metrics: tuple[Metric, ...] = ("accuracy", *variances)
+    for metric in metrics:
+        yield Sentence("all methods are equal", ("mnist",), "FedAvg", ALIKE, metric)
+    for metric in variances:
+        yield Sentence(
+            "AFL's variance is large", ("mnist", "cifar10"), "AFL", MORE, metric, ("FedAvg",)
+        )
+    for metric in metrics:
+        yield Sentence(
+            "FairGrad* is like FedAvg", ("cifar10",), "FairGrad*", ALIKE, metric, ("FedAvg",)
+        )
+    for metric in variances:
+        yield Sentence(
+            "FairGrad is not like FedAvg: lower variance",
+            ("cifar10",), "FairGrad", LESS, metric, ("FedAvg",),
+        )  # fmt: skip
+    for metric in metrics:
+        yield Sentence(
+            "AAggFF, q-FFL and FairLoss are like FedAvg",
+            ("mnist", "cifar10"), "FedAvg", ALIKE, metric, PLAIN,
+        )  # fmt: skip
+
+
+SENTENCES = tuple(_sentences())
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence on one federation; `difference` is left − right of the pair that decides it."""
+
+    sentence: Sentence
+    verdict: str
+    right: str
+    difference: Difference
+    pairs: int
+
+
+def judge(sentence: Sentence, results: Sequence[Result], model: str) -> Finding | None:
+    """None if the methods were not run."""
+    found = {r.label: r for r in results if r.at is not None}
+    rivals = [r for r in sentence.right or found if r in found and r != sentence.left]
+    if sentence.left not in found or not rivals:
+        return None
+    pairs = {}
+    for rival in rivals:
+        a, b = (found[name].seed_accuracy(model) for name in (sentence.left, rival))
+        if a.shape == b.shape:
+            pairs[rival] = getattr(compare(a, b, found[rival].samples()), sentence.metric)
+    if not pairs:
+        return None
+    verdict, decides = _verdict(sentence.relation, pairs)
+    return Finding(sentence, verdict, decides, pairs[decides], len(pairs))
+
+
+def _verdict(relation: str, pairs: dict[str, Difference]) -> tuple[str, str]:
+    """And the pair that speaks most against the sentence."""
+    if relation == ALIKE:
+        worst = max(pairs, key=lambda name: _signal(pairs[name]))
+        clear = [name for name, d in pairs.items() if d.clear]
+        told = f"not reproduced: clear for {', '.join(clear)}"
+        return (told if clear else "reproduced: no clear difference"), worst
+    sign = 1 if relation == MORE else -1
+    worst = min(pairs, key=lambda name: sign * pairs[name].value)
+    if all(d.clear and sign * d.value > 0 for d in pairs.values()):
+        return "reproduced", worst
+    if any(d.clear and sign * d.value < 0 for d in pairs.values()):
+        return "not reproduced: the opposite is clear", worst
+    return "within noise", worst
+
+
+def _signal(d: Difference) -> float:
+    """How far from zero, in half widths of the interval."""
+    return abs(d.value) / max((d.high - d.low) / 2, 1e-12)
+
+
+def claims_table(groups: Sequence[Group]) -> Table | None:
+    """Every sentence on every federation of the paper's data sets; None if there is none."""
+    rows = []
+    for group in groups:
+        dataset = DATASETS.get(group.dataset)
+        for sentence in SENTENCES:
+            if dataset in sentence.datasets:
+                finding = judge(sentence, group.results, group.criterion.model)
+                if finding is not None:
+                    rows.append(_row(group, finding))
+    if not rows:
+        return None
+    columns = [Column(k, h) for k, h in (
+        ("where", "federation"), ("metric", "in"), ("verdict", "verdict"),
+        ("pair", "deciding pair"), ("difference", "difference"), ("interval", "95 % interval"),
+    )]  # fmt: skip
+    notes = [
+        "Paired over seeds and clients at the chosen configurations; accuracy in points, variances "
+        "×100. The deciding pair speaks most against the sentence, and the difference is its left "
+        "less its right side.",
+        "Every interval by itself has 95 %: some of so many look clear by chance. The choice of "
+        "the configurations is not resampled.",
+    ]
+    return Table("The paper's sentences, held against these runs", columns, rows, notes)
+
+
+def _row(group: Group, finding: Finding) -> Row:
+    sentence, d = finding.sentence, finding.difference
+    alpha = "" if group.alpha is None else f", α {group.alpha:g}"
+    others = "" if finding.pairs == 1 else f" (of {finding.pairs})"
+    return Row(
+        sentence.text,
+        {
+            "where": f"{group.dataset}, {group.config.protocol}{alpha}",
+            "metric": NAMES[sentence.metric],
+            "verdict": finding.verdict,
+            "pair": f"{sentence.left} − {finding.right}{others}",
+            "difference": f"{100 * d.value:+.3f}",
+            "interval": f"{100 * d.low:+.3f} to {100 * d.high:+.3f}",
+        },
+    )
