@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fairvar.flower.keys import make_keys
@@ -24,6 +24,32 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "PATH": f"{BIN}:{os.environ['PATH']}",
 }
+LINK_IS_UP = "Uvicorn running"
+# A client app that is told by files to be slow: `2-1` holds the seconds that client 2 waits before
+# it trains in round 1. Around the app of the product, which knows nothing of it.
+SLEEPY = """
+import time
+from pathlib import Path
+from flwr.clientapp import ClientApp
+from fairvar.flower import client_app
+from fairvar.flower.client import client_id
+from APP.model import make_model
+
+inner = client_app(make_model)
+
+
+class Sleepy(ClientApp):
+    def __call__(self, message, context):
+        if message.metadata.message_type == "train":
+            t = message.content.config_records["message"]["round"]
+            place = Path("FOLDER") / f"{client_id(context.node_config)}-{t}"
+            if place.exists():
+                time.sleep(float(place.read_text()))
+        return inner(message, context)
+
+
+app = Sleepy()
+"""
 
 
 def free_ports(number: int) -> list[int]:
@@ -44,14 +70,14 @@ def until(ready: Callable[[], bool], seconds: float, what: str) -> None:
 
 
 class Deployment:
-    def __init__(self, folder: Path, nodes: int = 5) -> None:
+    def __init__(self, folder: Path, nodes: int) -> None:
         self.folder, self.nodes = folder, nodes
         self.keys, self.app = folder / "keys", folder / "trial_app"
         make_keys(self.keys, nodes + 1, ["127.0.0.1"])  # one more than will be registered
-        new_app(self.app)
         self.port, *self.node_ports = free_ports(nodes + 2)
         self.environment = {**os.environ, **ENVIRONMENT, "FLWR_HOME": str(folder / "home")}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._write_app()
         home = folder / "home"
         home.mkdir()
         (home / "config.toml").write_text(
@@ -73,21 +99,31 @@ class Deployment:
             "--ssl-certfile", str(self.keys / "server.pem"),
             "--ssl-keyfile", str(self.keys / "server.key"), "--enable-supernode-auth",
         )  # fmt: skip
-        until(lambda: "Uvicorn running" in self.log("link"), 60, "the SuperLink to start")
+        until(lambda: LINK_IS_UP in self.log("link"), 90, "the SuperLink to start")
+
+    def start_open_link(self, port: int) -> None:
+        """A second SuperLink, without TLS."""
+        self._start("open", "flower-superlink", "--insecure", "--host", "127.0.0.1",
+                    "--port", str(port))  # fmt: skip
+        until(lambda: LINK_IS_UP in self.log("open"), 90, "the SuperLink to start")
 
     def register(self, number: int) -> None:
         self.flwr("supernode", "register", str(self.keys / f"node-{number}.pub"), "here",
                   "--name", f"hospital-{number}")  # fmt: skip
 
-    def start_node(self, number: int, name: str = "", authority: Path | None = None) -> None:
-        self._start(
-            name or f"node-{number}", "flower-supernode",
+    def start_node(
+        self, number: int, name: str = "", authority: Path | None = None, port: int | None = None
+    ) -> None:
+        """By default the node of this number as it should be; `port` of another SuperLink."""
+        self._start_node(
+            name or f"node-{number}", number, port or self.port,
             "--root-certificates", str(authority or self.keys / "ca.crt"),
             "--auth-supernode-private-key", str(self.keys / f"node-{number}"),
-            "--superlink", f"127.0.0.1:{self.port}",
-            "--host", "127.0.0.1", "--port", str(self.node_ports[number]),
-            "--max-retries", "3", "--node-config", f"client={number}",
         )  # fmt: skip
+
+    def start_open_node(self, number: int, name: str) -> None:
+        """Without TLS; Flower refuses a key without it before anything is sent."""
+        self._start_node(name, number, self.port, "--insecure")
 
     def kill(self, name: str) -> None:
         """SIGKILL the process and those that it started."""
@@ -96,15 +132,26 @@ class Deployment:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
+    def kill_server_app(self) -> None:
+        """SIGKILL the ServerApp alone; its SuperLink and the nodes live on."""
+        found = [p for p in self._all_processes() if "flwr-serverapp" in _command(p)]
+        assert len(found) == 1, found
+        os.kill(found[0], signal.SIGKILL)
+
+    def ended(self, name: str, seconds: float) -> int:
+        """The exit code of a process that ends by itself."""
+        process = self.processes[name]
+        until(lambda: process.poll() is not None, seconds, f"{name} to end")
+        self.kill(name)  # what it may have left
+        return process.returncode
+
     def run(self, out: Path, config: str, seconds: float = 400) -> subprocess.CompletedProcess[str]:
-        return self.flwr("run", str(self.app), "here", "--stream", "-c",
-                         f'out="{out}" {config}', seconds=seconds)  # fmt: skip
+        return self.flwr(*self._run(out, config), seconds=seconds)
 
     def start_run(self, out: Path, config: str) -> None:
-        self._start("run", "flwr", "run", str(self.app), "here", "--stream", "-c",
-                    f'out="{out}" {config}')  # fmt: skip
+        self._start("run", "flwr", *self._run(out, config))
 
-    def flwr(self, *arguments: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+    def flwr(self, *arguments: str, seconds: float = 90) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [str(BIN / "flwr"), *arguments], env=self.environment, cwd=self.folder,
             capture_output=True, text=True, timeout=seconds,
@@ -112,12 +159,44 @@ class Deployment:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         return done
 
+    def sleeps(self, client: int, t: int, seconds: float) -> None:
+        (self.folder / "sleep" / f"{client}-{t}").write_text(str(seconds))
+
+    def awake(self) -> None:
+        for place in (self.folder / "sleep").iterdir():
+            place.unlink()
+
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def stop(self) -> None:
         for name in list(self.processes):
             self.kill(name)
+        for process in self._all_processes():  # Flower detaches some of its own
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def _all_processes(self) -> list[int]:
+        """The ids of all that belong to this deployment: its folder is in their environment."""
+        mark = f"FLWR_HOME={self.environment['FLWR_HOME']}".encode()
+        return [p for p in _processes() if mark in _read(p, "environ").split(b"\0")]
+
+    def _write_app(self) -> None:
+        new_app(self.app)
+        (self.folder / "sleep").mkdir()
+        place = self.app / self.app.name / "client_app.py"
+        text = SLEEPY.replace("APP", self.app.name).replace("FOLDER", str(self.folder / "sleep"))
+        place.write_text(text)
+
+    def _run(self, out: Path, config: str) -> list[str]:
+        return ["run", str(self.app), "here", "--stream", "-c", f'out="{out}" {config}']
+
+    def _start_node(self, name: str, number: int, port: int, *trust: str) -> None:
+        self._start(
+            name, "flower-supernode", *trust, "--superlink", f"127.0.0.1:{port}",
+            "--host", "127.0.0.1", "--port", str(self.node_ports[number]),
+            "--max-retries", "3", "--node-config", f"client={number}",
+        )  # fmt: skip
 
     def _start(self, name: str, program: str, *arguments: str) -> None:
         with open(self.folder / f"{name}.log", "wb") as log:
@@ -125,3 +204,30 @@ class Deployment:
                 [str(BIN / program), *arguments], env=self.environment, cwd=self.folder,
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
+
+
+@contextmanager
+def running(folder: Path, nodes: int) -> Iterator[Deployment]:
+    """Started, and stopped whatever happens."""
+    deployed = Deployment(folder, nodes)
+    try:
+        deployed.start()
+        yield deployed
+    finally:
+        deployed.stop()
+
+
+def _processes() -> list[int]:
+    return [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()]
+
+
+def _command(process: int) -> str:
+    return _read(process, "cmdline").decode(errors="replace")
+
+
+def _read(process: int, what: str) -> bytes:
+    """Nothing of a process that is gone, or another user's."""
+    try:
+        return Path(f"/proc/{process}/{what}").read_bytes()
+    except OSError:
+        return b""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fairvar.engine.losses import LossFunction, check_loss, resolve_loss
 from fairvar.errors import BadInput
 from fairvar.federation import Federation
-from fairvar.models import build, check_model
+from fairvar.models import Problem, build, check_model
 from fairvar.models.norm import call, swap_batch_norm
 from fairvar.tree import Tree
 
@@ -63,8 +63,10 @@ def make_task(
     loss: str | LossFunction,
     seed: int,
     half: bool = False,
+    alone: bool = False,
 ) -> Task:
-    """Build or copy the model, move it to the data's device and dtype, and check that it fits."""
+    """Build or copy the model, move it to the data's device and dtype, and check that it fits;
+    `alone`: for one client, never for several at once."""
     x, y = federation.train.x, federation.train.y
     if isinstance(model, str):
         model = build(model, federation.input_shape, federation.classes or 1, seed)
@@ -74,7 +76,9 @@ def make_task(
     original = copy.deepcopy(model).to(x.device, dtype).train()
     function = resolve_loss(loss)
     sample = x[: min(len(x), 4)]
-    problems = check_model(original, sample)
+    problems = check_model(original, sample, together=not alone)
+    if alone:
+        problems.append(Problem("was not tried on several clients at once", fatal=False))
     fatal = [p for p in problems if p.fatal]
     if fatal:
         raise BadInput("the model cannot be trained: " + "; ".join(fatal))

@@ -58,9 +58,9 @@ class Client:
             raise BadInput(f"a client holds its own data only, not that of {data.clients} clients")
         placed = {name: _placed(split, number) for name, split in data.splits.items()}
         plain = with_fields(settings, engine="reference", participation=None, participants=None)
-        alone = replace(data, **placed)  # type: ignore[arg-type]
+        own_data = replace(data, **placed)  # type: ignore[arg-type]
         self.number = number
-        self.run: Run = prepare(model, alone, method, loss, plain).run
+        self.run: Run = prepare(model, own_data, method, loss, plain, alone=True).run
 
     def answer(self, request: Message) -> Message:
         """The reply to a request; whatever goes wrong here is for the transport to report."""

@@ -22,7 +22,6 @@ from fairvar.federated.client import HELD_OUT
 from fairvar.federated.guard import (
     Arrival,
     Expected,
-    Refusal,
     counted,
     limited_losses,
     limited_weights,
@@ -42,6 +41,7 @@ from fairvar.federated.messages import (
     grouped,
     sends_loss,
 )
+from fairvar.federated.notes import Notes, RoundNote
 from fairvar.federated.settings import FederationSettings
 from fairvar.methods.base import Method
 from fairvar.tree import Tree, stack, weighted_sum
@@ -83,19 +83,23 @@ class Server:
     participation: Participation
     settings: FederationSettings
     transport: Transport
-    refused: list[Refusal] = field(default_factory=list)
-    typical_loss: float = 0.0  # the largest median loss of any round so far
+    notes: Notes
+    limited: set[int] = field(default_factory=set)  # clients whose weight this attempt cuts
     begun: bool = False
 
     def round(self, state: State, score: bool = False) -> tuple[Outcome, Good]:
         """Round `state.round`, and the replies that made it; `score`: with their own models'."""
-        before = len(self.refused)
+        before = len(self.notes.refused)
         for attempt in range(self.settings.repeats + 1):
             try:
-                return self._attempt(state, attempt, score)
+                outcome, good = self._attempt(state, attempt, score)
+                self.notes.rounds.append(RoundNote(state.round, [*good], sorted(self.limited)))
+                return outcome, good
             except TooFew as few:
                 last = few
-        reasons = ", ".join(f"{n} × {why}" for why, n in counted(self.refused[before:]).items())
+        reasons = ", ".join(
+            f"{n} × {why}" for why, n in counted(self.notes.refused[before:]).items()
+        )
         raise RunFailed(
             f"round {state.round} was given up after {self.settings.repeats + 1} attempts: {last} "
             f"({reasons or 'no client was there'})"
@@ -109,6 +113,7 @@ class Server:
         return self._exchange(stamp, present, model, {}, {}, loss=False, scores=True)
 
     def _attempt(self, state: State, attempt: int, score: bool) -> tuple[Outcome, Good]:
+        self.limited.clear()
         method = self.method.at_round(state.round)
         ids = self._invited(state.round, attempt)
         known = _Known(ids, None, state.mean_loss, state.mean_gradient)
@@ -118,7 +123,7 @@ class Server:
         answers = self._answers(state, method, known, good)
 
         def limit(weights: Tensor) -> Tensor:
-            return limited_weights(weights, answers.share, self.settings.weight_cap)
+            return self._limited([*good], weights, answers.share)
 
         return aggregate(method, state, answers, self.clients, self.lr, limit), good
 
@@ -195,7 +200,7 @@ class Server:
         splits, largest = HELD_OUT if scores else (), self.settings.largest
         expected = Expected(stamp, frozenset(ids), wanted, loss, splits, largest)
         good, refused = sift(arrivals, expected)
-        self.refused += refused
+        self.notes.refused += refused
         return good
 
     def _enough(self, good: Good) -> Good:
@@ -208,12 +213,18 @@ class Server:
         sizes = torch.tensor([int(r.numbers[SAMPLES]) for r in good.values()])
         share = self.method.share(sizes)
         even = torch.full_like(share, 1 / len(share))
-        return limited_weights(share, even, self.settings.weight_cap)
+        return self._limited([*good], share, even)
+
+    def _limited(self, ids: list[int], weights: Tensor, share: Tensor) -> Tensor:
+        found = limited_weights(weights, share, self.settings.weight_cap)
+        if found is not weights:
+            self.limited.add(ids[int(weights.abs().argmax())])
+        return found
 
     def _losses(self, good: Good) -> Tensor:
         loss = torch.tensor([r.numbers[LOSS] for r in good.values()], dtype=torch.float64)
-        self.typical_loss = max(self.typical_loss, float(loss.median()))
-        return limited_losses(loss, self.settings.loss_cap * self.typical_loss)
+        self.notes.typical_loss = max(self.notes.typical_loss, float(loss.median()))
+        return limited_losses(loss, self.settings.loss_cap * self.notes.typical_loss)
 
 
 def _model(state: State) -> Tree:

@@ -21,7 +21,8 @@ from fairvar.federated.messages import Message
 from fairvar.flower.wire import HELLO, KINDS, from_records, to_records
 
 LOG = logging.getLogger("flwr.fairvar")
-PAUSE = 0.1  # seconds between looks; a look costs about 10 ms
+PAUSE = 0.1  # seconds between looks for replies; a look costs about 10 ms
+LOOK_ROUND = 2.0  # seconds between looks for new nodes during an exchange
 RETRY = 15.0  # seconds before a node that could not be used is asked again
 HELLO_LIFE = 3600.0  # seconds; a node that is busy or away may answer late
 
@@ -47,26 +48,35 @@ class GridTransport:
             time.sleep(PAUSE)
 
     def exchange(self, requests: Sequence[Message], seconds: float) -> Iterator[Arrival]:
-        sent = {r.client: r for r in requests if r.client in self.nodes}
-        envelopes = [self._envelope(r, seconds) for r in sent.values()]
-        waiting = dict(zip(self.grid.push_messages(envelopes), sent, strict=True))
+        asked = {r.client: self.nodes[r.client] for r in requests if r.client in self.nodes}
+        envelopes = [self._envelope(r, seconds) for r in requests if r.client in asked]
+        waiting = dict(zip(self.grid.push_messages(envelopes), asked, strict=True))
         end = time.monotonic() + seconds
+        welcome = time.monotonic() + LOOK_ROUND
         while waiting and time.monotonic() < end:
             for reply in self._pull(waiting):
-                yield self._arrival(waiting.pop(reply.metadata.reply_to_message_id), reply)
+                client = waiting.pop(reply.metadata.reply_to_message_id)
+                yield self._arrival(client, reply, asked[client])
             if waiting:
                 time.sleep(PAUSE)
+            if time.monotonic() > welcome:  # who comes now can be asked in the next exchange
+                self._welcome()
+                welcome = time.monotonic() + LOOK_ROUND
         for client in waiting.values():
-            self.nodes.pop(client, None)  # whoever is late must say hello again
+            self._lose(client, asked[client])  # whoever is late must say hello again
 
     def _envelope(self, request: Message, seconds: float) -> Envelope:
         kind = request.stamp.exchange
         records = to_records(request, self.facts if kind == "train" else None)
         return Envelope(records, self.nodes[request.client], KINDS[kind], ttl=seconds)
 
-    def _arrival(self, client: int, reply: Envelope) -> Arrival:
+    def _lose(self, client: int, node: int) -> None:
+        if self.nodes.get(client) == node:  # not another one that came in its place
+            del self.nodes[client]
+
+    def _arrival(self, client: int, reply: Envelope, node: int) -> Arrival:
         if reply.has_error():
-            self.nodes.pop(client, None)
+            self._lose(client, node)
             return Arrival(client, None, Reason.ERROR, _short(reply))
         try:
             return Arrival(client, from_records(reply.content))
@@ -87,7 +97,7 @@ class GridTransport:
             self._meet(self.greeted.pop(reply.metadata.reply_to_message_id), reply)
 
     def _meet(self, node: int, reply: Envelope) -> None:
-        arrival = self._arrival(-1, reply)
+        arrival = self._arrival(-1, reply, node)
         client = None if arrival.reply is None else arrival.reply.client
         again = time.monotonic() + RETRY
         if client is None:
