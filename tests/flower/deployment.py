@@ -199,7 +199,9 @@ class Deployment:
         )  # fmt: skip
 
     def _start(self, name: str, program: str, *arguments: str) -> None:
-        with open(self.folder / f"{name}.log", "wb") as log:
+        place = self.folder / f"{name}.log"
+        place.unlink(missing_ok=True)  # what an earlier one left may still write into its own
+        with open(place, "wb") as log:
             self.processes[name] = subprocess.Popen(
                 [str(BIN / program), *arguments], env=self.environment, cwd=self.folder,
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,

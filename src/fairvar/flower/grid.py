@@ -14,6 +14,7 @@ from math import inf
 
 from flwr.app import Message as Envelope
 from flwr.app import RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fairvar.federated.guard import Arrival, Reason
@@ -77,7 +78,10 @@ class GridTransport:
     def _arrival(self, client: int, reply: Envelope, node: int) -> Arrival:
         if reply.has_error():
             self._lose(client, node)
-            return Arrival(client, None, Reason.ERROR, _short(reply))
+            late = (
+                reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
+            )  # the SuperLink's clock was first
+            return Arrival(client, None, Reason.NO_REPLY if late else Reason.ERROR, _short(reply))
         try:
             return Arrival(client, from_records(reply.content))
         except ValueError as error:
