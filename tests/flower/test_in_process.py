@@ -65,7 +65,10 @@ def expected(stored: StoredRun, engine: str = "reference", **more: object) -> fv
     return fv.train(model_of(config, data), data, config.method, **given)
 
 
-@pytest.mark.parametrize("method", METHODS + OPTIONS, ids=repr)
+COLLAPSED = fv.FairLoss(0.5, exact=True, collapsed=True)
+
+
+@pytest.mark.parametrize("method", [*METHODS, *OPTIONS, COLLAPSED], ids=repr)
 def test_reference_engine_and_flower_agree(method: fv.Method, tmp_path: Path) -> None:
     stored = run(run_config(method, tmp_path))
     assert stored.config.method == method

@@ -90,6 +90,7 @@ def federate(
         settings=rules,
         transport=transport,
         notes=notes,
+        clip_norm=settings.clip_norm,
     )
     for t in range(state.round, settings.rounds):
         due = (t + 1) % agreed.evaluate.every == 0 or t + 1 == settings.rounds

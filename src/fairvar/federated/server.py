@@ -1,20 +1,23 @@
 """The server's part of a round: whom to ask what, which replies count, what they make of the model.
 
 A round is one exchange, or two for exact methods (probe, then train). Those whose probe was good
-are asked to train; those whose training was good enter the model. If too few are left the round is
+are asked to train; those whose training was good enter the model. Where the server can take the
+clients' step itself (`server_steps`), they train in evaluated rounds only, for their own models'
+scores. If too few are left the round is
 repeated from the same state, with another draw of clients, and finally the run stops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fairvar.engine.aggregate import Answers, aggregate
+from fairvar.engine.client import Look, stepped
 from fairvar.engine.participation import Participation
 from fairvar.engine.state import Outcome, State
 from fairvar.errors import RunFailed
@@ -84,6 +87,7 @@ class Server:
     settings: FederationSettings
     transport: Transport
     notes: Notes
+    clip_norm: float | None = None
     limited: set[int] = field(default_factory=set)  # clients whose weight this attempt cuts
     begun: bool = False
 
@@ -119,7 +123,10 @@ class Server:
         known = _Known(ids, None, state.mean_loss, state.mean_gradient)
         if method.probes:
             known = self._probe(state, method, attempt, ids)
-        good = self._train(state, method, attempt, known, score)
+        if known.probed is not None and method.server_steps and not score:
+            good = self._stepped(state, method, known, known.probed)
+        else:
+            good = self._train(state, method, attempt, known, score)
         answers = self._answers(state, method, known, good)
 
         def limit(weights: Tensor) -> Tensor:
@@ -128,11 +135,25 @@ class Server:
         return aggregate(method, state, answers, self.clients, self.lr, limit), good
 
     def _probe(self, state: State, method: Method, attempt: int, ids: list[int]) -> _Known:
-        stamp, wanted = Stamp("probe", state.round, attempt), grouped(**{GRADIENT: state.x})
+        stamp, buffers = Stamp("probe", state.round, attempt), None
+        if method.server_steps:
+            buffers = state.buffers
+        wanted = grouped(**{GRADIENT: state.x, BUFFERS: buffers})
         good = self._exchange(stamp, ids, _model(state), {}, wanted, sends_loss(method))
         share = self._share(self._enough(good))
         a = share @ self._losses(good) if sends_loss(method) else state.mean_loss
         return _Known(list(good), good, a, _mean_gradient(share, good))
+
+    def _stepped(self, state: State, method: Method, known: _Known, probed: Good) -> Good:
+        """The models that the clients would send, from what they saw."""
+        made: dict[int, Message] = {}
+        for (i, reply), loss in zip(probed.items(), self._losses(probed), strict=True):
+            look = Look(loss, reply.group(GRADIENT), reply.group(BUFFERS))
+            a, g = known.mean_loss, known.mean_gradient or {}
+            x_i = stepped(method, state.x, look, a, g, self.lr, self.clip_norm)
+            arrays = grouped(**{MODEL: x_i, BUFFERS: look.buffers})
+            made[i] = replace(reply, arrays=arrays)
+        return made
 
     def _train(
         self, state: State, method: Method, attempt: int, known: _Known, score: bool
