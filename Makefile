@@ -8,8 +8,8 @@ READY := $(VENV)/.ready
 .PHONY: help demo test deploy fast check bench clean
 help:
 	@echo "make demo   set up and run all methods on embedded data (about a minute)"
-	@echo "make test   set up and run all tests"
-	@echo "make deploy  tests that start Flower's own processes (SuperLink, SuperNodes), ten minutes"
+	@echo "make test   set up and run all tests but the two of make deploy"
+	@echo "make deploy also docs/deploy.md command by command and, with ray, Flower's simulations"
 	@echo "make fast   the quick tests only"
 	@echo "make check  format, lint, types"
 	@echo "make bench  speed against a plain client loop, as ratios"
@@ -28,6 +28,7 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/pytest -n auto -m "not deployment"
+	$(BIN)/pytest -m "deployment and not long"
 
 deploy: $(READY)
 	$(BIN)/pytest -m deployment

@@ -74,7 +74,7 @@ class Deployment:
         self.folder, self.nodes = folder, nodes
         self.keys, self.app = folder / "keys", folder / "trial_app"
         make_keys(self.keys, nodes + 1, ["127.0.0.1"])  # one more than will be registered
-        self.port, *self.node_ports = free_ports(nodes + 2)
+        (self.port,) = free_ports(1)
         self.environment = {**os.environ, **ENVIRONMENT, "FLWR_HOME": str(folder / "home")}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._write_app()
@@ -194,7 +194,7 @@ class Deployment:
     def _start_node(self, name: str, number: int, port: int, *trust: str) -> None:
         self._start(
             name, "flower-supernode", *trust, "--superlink", f"127.0.0.1:{port}",
-            "--host", "127.0.0.1", "--port", str(self.node_ports[number]),
+            "--host", "127.0.0.1", "--port", str(free_ports(1)[0]),
             "--max-retries", "3", "--node-config", f"client={number}",
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from deployment import ENVIRONMENT, free_ports
 
 from fairvar.experiment import StoredRun
 
-pytestmark = pytest.mark.deployment
+pytestmark = [pytest.mark.deployment, pytest.mark.long]
 PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
 
 
