@@ -25,9 +25,9 @@ ENVIRONMENT = {
     "PATH": f"{BIN}:{os.environ['PATH']}",
 }
 LINK_IS_UP = "Uvicorn running"
-# A client app that is told by files to be slow: `2-1` holds the seconds that client 2 waits before
-# it trains in round 1. Around the app of the product, which knows nothing of it.
-SLEEPY = """
+# A client app that is told by files to wait: while there is a file `2-1`, client 2 does not train
+# in round 1. Around the app of the product, which knows nothing of it.
+PATIENT = """
 import time
 from pathlib import Path
 from flwr.clientapp import ClientApp
@@ -38,17 +38,18 @@ from APP.model import make_model
 inner = client_app(make_model)
 
 
-class Sleepy(ClientApp):
+class Patient(ClientApp):
     def __call__(self, message, context):
         if message.metadata.message_type == "train":
             t = message.content.config_records["message"]["round"]
             place = Path("FOLDER") / f"{client_id(context.node_config)}-{t}"
-            if place.exists():
-                time.sleep(float(place.read_text()))
+            end = time.monotonic() + 300
+            while place.exists() and time.monotonic() < end:
+                time.sleep(0.2)
         return inner(message, context)
 
 
-app = Sleepy()
+app = Patient()
 """
 
 
@@ -78,12 +79,9 @@ class Deployment:
         self.environment = {**os.environ, **ENVIRONMENT, "FLWR_HOME": str(folder / "home")}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._write_app()
-        home = folder / "home"
-        home.mkdir()
-        (home / "config.toml").write_text(
-            f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{self.port}"\n'
-            f'root-certificates = "{self.keys / "ca.crt"}"\n'
-        )
+        (folder / "home").mkdir()
+        (folder / "home" / "config.toml").write_text('[superlink]\ndefault = "here"\n')
+        self.knows("here", self.port)
 
     def start(self) -> None:
         self.start_link()
@@ -151,20 +149,33 @@ class Deployment:
     def start_run(self, out: Path, config: str) -> None:
         self._start("run", "flwr", *self._run(out, config))
 
-    def flwr(self, *arguments: str, seconds: float = 90) -> subprocess.CompletedProcess[str]:
+    def says(self, text: str, seconds: float = 200, times: int = 1) -> None:
+        """Wait until the run that was started has said this, so many times."""
+        until(lambda: self.log("run").count(text) >= times, seconds, f"{times} × {text!r}")
+
+    def knows(self, name: str, port: int) -> None:
+        """A SuperLink by this name, which must show a certificate of our authority."""
+        with open(self.folder / "home" / "config.toml", "a") as file:
+            file.write(f'[superlink.{name}]\naddress = "127.0.0.1:{port}"\n'
+                       f'root-certificates = "{self.keys / "ca.crt"}"\n')  # fmt: skip
+
+    def flwr(
+        self, *arguments: str, seconds: float = 90, good: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """Flower's command line, which must succeed, or fail if it is not `good`."""
         done = subprocess.run(
             [str(BIN / "flwr"), *arguments], env=self.environment, cwd=self.folder,
             capture_output=True, text=True, timeout=seconds,
         )  # fmt: skip
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        assert (done.returncode == 0) == good, done.stdout[-2000:] + done.stderr[-2000:]
         return done
 
-    def sleeps(self, client: int, t: int, seconds: float) -> None:
-        (self.folder / "sleep" / f"{client}-{t}").write_text(str(seconds))
+    def hold(self, client: int, t: int) -> None:
+        """This client does not train in round t until it is let go."""
+        (self.folder / "held" / f"{client}-{t}").touch()
 
-    def awake(self) -> None:
-        for place in (self.folder / "sleep").iterdir():
-            place.unlink()
+    def let_go(self, client: int, t: int) -> None:
+        (self.folder / "held" / f"{client}-{t}").unlink()
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
@@ -183,9 +194,9 @@ class Deployment:
 
     def _write_app(self) -> None:
         new_app(self.app)
-        (self.folder / "sleep").mkdir()
+        (self.folder / "held").mkdir()
         place = self.app / self.app.name / "client_app.py"
-        text = SLEEPY.replace("APP", self.app.name).replace("FOLDER", str(self.folder / "sleep"))
+        text = PATIENT.replace("APP", self.app.name).replace("FOLDER", str(self.folder / "held"))
         place.write_text(text)
 
     def _run(self, out: Path, config: str) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from deployment import Deployment, running, until
+from deployment import Deployment, running
 from expected import as_text, same_as_engines, same_as_in_process, setup_of, stored, took_part
 
 from fairvar.flower.keys import make_keys
@@ -60,14 +60,15 @@ def test_a_node_is_killed_and_comes_back(deployed: Deployment, tmp_path: Path) -
         "rounds": 4,
         "options": "train.dtype=float64 federation.deadline=150",
     }
-    deployed.sleeps(0, 2, 30)  # the third round lasts until the node is up again
+    deployed.hold(0, 2)  # the third round lasts until the node is up again
     deployed.start_run(tmp_path, as_text(changes))
-    until(lambda: "round 1 of 4" in deployed.log("run"), 200, "the first round")
+    deployed.says("round 1 of 4")
     deployed.kill("node-2")
-    until(lambda: "round 2 of 4" in deployed.log("run"), 200, "a round without it")
+    deployed.says("round 2 of 4")  # without it
     deployed.start_node(2)
+    deployed.says("client 2 is there", times=2)
+    deployed.let_go(0, 2)
     assert deployed.ended("run", 300) == 0
-    deployed.awake()
     run = stored(tmp_path)
     assert took_part(run) == [EVERYBODY, [0, 1, 3, 4], [0, 1, 3, 4], EVERYBODY]
     assert run.manifest["birth"]["refused"] == {"error": 1}

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from deployment import Deployment, free_ports, running, until
+from deployment import Deployment, free_ports, running
 from expected import (
     as_text,
     refusals,
@@ -39,10 +39,14 @@ def test_a_straggler_misses_its_round_and_comes_back(deployed: Deployment, tmp_p
         "rounds": 3,
         "options": "train.dtype=float64 federation.deadline=35",
     }
-    deployed.sleeps(1, 0, 45)  # beyond the deadline
-    deployed.sleeps(0, 1, 22)  # the second round lasts until the straggler has said hello again
-    deployed.run(tmp_path, as_text(changes))
-    deployed.awake()
+    deployed.hold(1, 0)  # beyond the deadline
+    deployed.hold(0, 1)  # the second round lasts until the straggler has said hello again
+    deployed.start_run(tmp_path, as_text(changes))
+    deployed.says("round 1 of 3")
+    deployed.let_go(1, 0)
+    deployed.says("client 1 is there", times=2)
+    deployed.let_go(0, 1)
+    assert deployed.ended("run", 300) == 0
     run = stored(tmp_path)
     assert took_part(run) == [[0, 2], [0, 2], [0, 1, 2]]
     assert run.manifest["birth"]["refused"] == {"no reply": 1}
@@ -73,6 +77,9 @@ def test_a_superlink_without_tls_is_refused(deployed: Deployment) -> None:
     deployed.start_node(3, "careful", port=port)
     assert deployed.ended("careful", 120) != 0
     assert "SSL" in deployed.log("careful")
+    deployed.knows("open", port)
+    done = deployed.flwr("list", "open", good=False)
+    assert "SSL" in done.stdout + done.stderr
     deployed.kill("open")
 
 
@@ -84,22 +91,22 @@ def test_server_app_and_superlink_are_killed(deployed: Deployment, tmp_path: Pat
         "method": "aaggff",
         "method-options": "",
         "clients": 3,
-        "rounds": 4,
+        "rounds": 3,
         "options": "train.dtype=float64",
     }
     deployed.start_run(tmp_path, as_text(changes))
-    until(lambda: "round 1 of 4" in deployed.log("run"), 200, "the first round")
+    deployed.says("round 1 of 3")
     deployed.kill_server_app()
     deployed.kill("run")
     deployed.start_run(tmp_path, as_text(changes))
-    until(lambda: "round 2 of 4" in deployed.log("run"), 200, "the second round")
-    assert "round 1 of 4" not in deployed.log("run")
+    deployed.says("round 2 of 3")
+    assert "round 1 of 3" not in deployed.log("run")
     deployed.kill("link")
     deployed.kill("run")
     deployed.start_link()
     deployed.run(tmp_path, as_text(changes))
     run = stored(tmp_path)
     assert run.manifest["birth"]["refused"] == {}
-    assert took_part(run) == [[0, 1, 2]] * 4
+    assert took_part(run) == [[0, 1, 2]] * 3
     assert not (run.folder / "failed.txt").exists()
     same_as_engines(setup_of(deployed, **changes), run)

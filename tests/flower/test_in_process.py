@@ -315,6 +315,21 @@ def test_two_servers_never_write_one_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert stored.history().rounds == 3
 
 
+class Twice(InProcessGrid):
+    """Every reply comes twice at once."""
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        return 2 * super().pull_messages(message_ids)
+
+
+def test_a_reply_that_comes_twice_counts_once(tmp_path: Path) -> None:
+    config = run_config(fv.FedAvg(), tmp_path)
+    nodes = Twice(config, {10 + i: i for i in range(5)})
+    stored = StoredRun.open(run_on(nodes, read_setup(config)))
+    for name, leaf in expected(stored).state.params.items():
+        assert torch.equal(stored.history().state.params[name], leaf)
+
+
 class Meanwhile(InProcessGrid):
     """Node 14 comes while the others' first training is under way."""
 

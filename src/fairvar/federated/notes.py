@@ -35,8 +35,8 @@ class Notes(msgspec.Struct):
         """Continue those of a checkpoint, or begin."""
         if tables is None or NAME not in tables:
             return Notes({part: [0] * clients for part in PARTS})
-        return msgspec.json.decode(bytes(tables[NAME].tolist()), type=Notes)
+        return msgspec.json.decode(tables[NAME].numpy().tobytes(), type=Notes)
 
     def table(self) -> Tensor:
         """As bytes in a tensor: a checkpoint holds nothing else."""
-        return torch.tensor(list(msgspec.json.encode(self)), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(msgspec.json.encode(self)), dtype=torch.uint8)

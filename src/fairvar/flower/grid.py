@@ -112,18 +112,21 @@ class GridTransport:
             why = f"says it is client {client}, which node {self.nodes[client]} is"
         else:
             self.nodes[client] = node
+            LOG.info("client %s is there: node %s", client, node)
             return
         self.shunned[node] = again
         LOG.warning("node %s %s; it is left out", node, why)
 
     def _pull(self, ids: Iterable[str]) -> list[Envelope]:
-        """Replies that have come, matched by the message they answer (never by their sender: an
-        error may come from the SuperLink)."""
+        """Replies that have come, one for each message; matched by what they answer (never by their
+        sender: an error may come from the SuperLink)."""
         asked = set(ids)
         if not asked:
             return []
-        found = self.grid.pull_messages(asked)
-        return [reply for reply in found if reply.metadata.reply_to_message_id in asked]
+        found: dict[str, Envelope] = {}
+        for reply in self.grid.pull_messages(asked):
+            found.setdefault(reply.metadata.reply_to_message_id, reply)
+        return [reply for answers, reply in found.items() if answers in asked]
 
 
 def _short(reply: Envelope) -> str:
