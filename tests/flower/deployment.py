@@ -153,11 +153,11 @@ class Deployment:
         """Wait until the run that was started has said this, so many times."""
         until(lambda: self.log("run").count(text) >= times, seconds, f"{times} × {text!r}")
 
-    def knows(self, name: str, port: int) -> None:
-        """A SuperLink by this name, which must show a certificate of our authority."""
+    def knows(self, name: str, port: int, trust: str = "") -> None:
+        """A SuperLink by this name, by default one that must show a certificate of our authority."""
+        trust = trust or f'root-certificates = "{self.keys / "ca.crt"}"'
         with open(self.folder / "home" / "config.toml", "a") as file:
-            file.write(f'[superlink.{name}]\naddress = "127.0.0.1:{port}"\n'
-                       f'root-certificates = "{self.keys / "ca.crt"}"\n')  # fmt: skip
+            file.write(f'[superlink.{name}]\naddress = "127.0.0.1:{port}"\n{trust}\n')
 
     def flwr(
         self, *arguments: str, seconds: float = 90, good: bool = True
