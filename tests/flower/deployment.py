@@ -154,7 +154,7 @@ class Deployment:
         until(lambda: self.log("run").count(text) >= times, seconds, f"{times} × {text!r}")
 
     def knows(self, name: str, port: int, trust: str = "") -> None:
-        """A SuperLink by this name, by default one that must show a certificate of our authority."""
+        """A SuperLink by this name; by default it must show a certificate of our authority."""
         trust = trust or f'root-certificates = "{self.keys / "ca.crt"}"'
         with open(self.folder / "home" / "config.toml", "a") as file:
             file.write(f'[superlink.{name}]\naddress = "127.0.0.1:{port}"\n{trust}\n')

@@ -64,23 +64,23 @@ class GridTransport:
                 self._welcome()
                 welcome = time.monotonic() + LOOK_ROUND
         for client in waiting.values():
-            self._lose(client, asked[client])  # whoever is late must say hello again
+            self._lose(client, asked[client], "no reply in time")  # it must say hello again
 
     def _envelope(self, request: Message, seconds: float) -> Envelope:
         kind = request.stamp.exchange
         records = to_records(request, self.facts if kind == "train" else None)
         return Envelope(records, self.nodes[request.client], KINDS[kind], ttl=seconds)
 
-    def _lose(self, client: int, node: int) -> None:
+    def _lose(self, client: int, node: int, why: str) -> None:
         if self.nodes.get(client) == node:  # not another one that came in its place
             del self.nodes[client]
+            LOG.warning("client %s is lost: %s", client, why)
 
     def _arrival(self, client: int, reply: Envelope, node: int) -> Arrival:
         if reply.has_error():
-            self._lose(client, node)
-            late = (
-                reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
-            )  # the SuperLink's clock was first
+            self._lose(client, node, _short(reply))
+            # The deadline by the SuperLink's clock, where that is first.
+            late = reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
             return Arrival(client, None, Reason.NO_REPLY if late else Reason.ERROR, _short(reply))
         try:
             return Arrival(client, from_records(reply.content))
@@ -90,7 +90,9 @@ class GridTransport:
     def _welcome(self) -> None:
         """Find out who the new nodes are, without waiting for any of them."""
         listed = set(self.grid.get_node_ids())
-        self.nodes = {c: n for c, n in self.nodes.items() if n in listed}
+        for client, node in list(self.nodes.items()):
+            if node not in listed:
+                self._lose(client, node, "its node is offline")
         shunned = {n for n, until in self.shunned.items() if time.monotonic() < until}
         known = {*self.nodes.values(), *self.greeted.values(), *shunned}
         hello = [Envelope(RecordDict(), n, HELLO, ttl=HELLO_LIFE) for n in sorted(listed - known)]
