@@ -132,7 +132,7 @@ class Deployment:
 
     def kill_server_app(self) -> None:
         """SIGKILL the ServerApp alone; its SuperLink and the nodes live on."""
-        found = [p for p in self._all_processes() if "flwr-serverapp" in _command(p)]
+        found = [p for p in processes_of(self.folder / "home") if "flwr-serverapp" in _command(p)]
         assert len(found) == 1, found
         os.kill(found[0], signal.SIGKILL)
 
@@ -183,14 +183,7 @@ class Deployment:
     def stop(self) -> None:
         for name in list(self.processes):
             self.kill(name)
-        for process in self._all_processes():  # Flower detaches some of its own
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-
-    def _all_processes(self) -> list[int]:
-        """The ids of all that belong to this deployment: its folder is in their environment."""
-        mark = f"FLWR_HOME={self.environment['FLWR_HOME']}".encode()
-        return [p for p in _processes() if mark in _read(p, "environ").split(b"\0")]
+        kill_all_of(self.folder / "home")
 
     def _write_app(self) -> None:
         new_app(self.app)
@@ -230,8 +223,18 @@ def running(folder: Path, nodes: int) -> Iterator[Deployment]:
         deployed.stop()
 
 
-def _processes() -> list[int]:
-    return [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()]
+def kill_all_of(home: Path) -> None:
+    """Also those that Flower has detached."""
+    for process in processes_of(home):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def processes_of(home: Path) -> list[int]:
+    """The ids of all processes of one deployment: its FLWR_HOME is in their environment."""
+    mark = f"FLWR_HOME={home}".encode()
+    found = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit()]
+    return [p for p in found if mark in _read(p, "environ").split(b"\0")]
 
 
 def _command(process: int) -> str:

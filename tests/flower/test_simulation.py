@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("flwr")
 pytest.importorskip("ray", reason="Flower's simulation runtime needs ray")
 
-from deployment import BIN, ENVIRONMENT, LINK_IS_UP, free_ports, until
+from deployment import BIN, ENVIRONMENT, LINK_IS_UP, free_ports, kill_all_of, until
 from expected import as_text, same_as_engines, stored
 
 import fairvar as fv
@@ -52,6 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     finally:
         os.killpg(link.pid, signal.SIGKILL)
         link.wait()
+        kill_all_of(folder / "home")
 
 
 def _environment(folder: Path) -> dict[str, str]:
