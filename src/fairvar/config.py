@@ -210,7 +210,7 @@ def _value(text: str) -> Any:
 
 def _check_keys(values: Mapping[str, Any]) -> None:
     """Every key must be known; the nearest one is suggested."""
-    sections = {f.name: f.type for f in msgspec.structs.fields(Config)}
+    sections = _fields(Config)
     refuse_unknown(values, sections, "")
     for name in ("method", "partition"):
         _check_tagged(values, name)
@@ -236,6 +236,7 @@ def _check_tagged(values: Mapping[str, Any], name: str) -> None:
     refuse_unknown(section, {"name": str} | _fields(kinds[section["name"]]), name)
 
 
+@lru_cache(maxsize=200)  # msgspec evaluates all annotations anew; a sweep asks for each run
 def _fields(kind: Any) -> dict[str, Any]:
     return {f.name: f.type for f in msgspec.structs.fields(kind)}
 

@@ -26,7 +26,7 @@ from fairvar.archive import (
 )
 from fairvar.config import Config
 from fairvar.data import load_federation
-from fairvar.engine.state import State
+from fairvar.engine.state import State, no_state
 from fairvar.engine.train import Checkpoint, run_rounds
 from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
 from fairvar.federation import Federation
@@ -322,6 +322,9 @@ class StoredRun:
         )
 
     def state(self) -> State:
+        """The final state; that of a condensed run was not kept."""
+        if self.manifest.get("condensed"):
+            return no_state(int(self.manifest["rounds"]))
         return self._read("state.safetensors", unpack_state)
 
     def _read(self, name: str, unpack: Callable[[bytes], T]) -> T:

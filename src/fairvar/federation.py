@@ -40,6 +40,11 @@ class Split:
         n = torch.arange(len(self.counts))
         return torch.repeat_interleave(n, self.counts).to(self.x.device)
 
+    @cached_property
+    def counts_there(self) -> Int64[Tensor, " n"]:
+        """The counts on the data's device: a round that is being recorded cannot copy them."""
+        return self.counts.to(self.x.device)
+
     def of(self, client: int) -> tuple[Tensor, Tensor]:
         rows = slice(self.offsets[client], self.offsets[client + 1])
         return self.x[rows], self.y[rows]

@@ -71,9 +71,12 @@ def arrange(cells: Sequence[Config], batch: bool = True) -> list[Group]:
         cell = cells[place]
         shares = cell.train.batch_size is None or cell.train.seed
         families.setdefault((kind(cell), shares), []).append(place)
-    pieces = []
-    for family in families.values():
-        most = _most([cells[place] for place in family]) if batch else 1
+    pieces, known = [], dict[Any, int]()
+    for (sort, _), family in families.items():
+        asked = (sort, len(family))  # seeds do not matter
+        if batch and asked not in known:
+            known[asked] = _most([cells[place] for place in family])
+        most = known[asked] if batch else 1
         pieces += [family[i : i + most] for i in range(0, len(family), most)]
     return [tuple(cells[place] for place in piece) for piece in sorted(pieces)]
 

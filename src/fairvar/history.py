@@ -68,6 +68,8 @@ class History:
     @property
     def model(self) -> dict[str, Tensor]:
         """The final global model as a state dict: `module.load_state_dict(history.model)`."""
+        if not self.state.params:
+            raise BadInput("the final model was not kept: this run was condensed; run it again")
         return {**self.state.params, **self.state.buffers}
 
     def fairness(self, split: str = "test", model: str = "global", at: int = -1) -> Fairness:

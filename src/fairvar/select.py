@@ -32,14 +32,24 @@ class Criterion(Checked, frozen=True, kw_only=True):
     unit: Literal["fraction", "mixed"] = "fraction"
     model: Literal["global", "local"] = "global"
 
-    def score(
-        self, accuracy: Float64[np.ndarray, "seeds rounds n"]
-    ) -> Float64[np.ndarray, " rounds"]:
-        """One score per evaluated round; clients without validation samples (NaN) do not count."""
-        mean = np.nanmean(accuracy, axis=2).mean(0)
-        variance = np.nanvar(accuracy, axis=2, ddof=1).mean(0)
-        penalty = self.t * np.sqrt(variance / (self.m or len(accuracy)))
-        return mean - penalty * (0.1 if self.unit == "mixed" else 1.0)
+    def score(self, curve: Curve, seeds: int) -> Float64[np.ndarray, " rounds"]:
+        """One score per evaluated round."""
+        penalty = self.t * np.sqrt(curve.variance / (self.m or seeds))
+        return curve.mean - penalty * (0.1 if self.unit == "mixed" else 1.0)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Accuracy by evaluated round: mean and sample variance over clients, averaged over seeds."""
+
+    mean: Float64[np.ndarray, " rounds"]
+    variance: Float64[np.ndarray, " rounds"]
+
+    @staticmethod
+    def of(accuracy: Float64[np.ndarray, "seeds rounds n"]) -> Curve:
+        """Clients without samples (NaN) do not count."""
+        variance = np.nanvar(accuracy, axis=2, ddof=1)
+        return Curve(np.nanmean(accuracy, axis=2).mean(0), variance.mean(0))
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,8 @@ class Validation:
     """What selection may see of one configuration: all its seeds on validation data."""
 
     rounds: Sequence[int]  # evaluated rounds, the same for all seeds
-    accuracy: Float64[np.ndarray, "seeds rounds n"] | None  # None: some seed diverged
+    curve: Curve | None  # None: some seed diverged
+    seeds: int
     strength: float = 0.0  # ties go to the weaker regularisation
 
 
@@ -69,10 +80,10 @@ def best(candidates: Sequence[Validation], criterion: Criterion) -> Choice:
     found = Choice(0, -1, float("-inf"))
     key: tuple[float, float, float, float] | None = None
     for number, candidate in enumerate(candidates):
-        if candidate.accuracy is None or not candidate.accuracy.shape[1]:
+        if candidate.curve is None:
             continue
-        scores = criterion.score(candidate.accuracy)
-        variance = np.nanvar(candidate.accuracy, axis=2, ddof=1).mean(0)
+        scores = criterion.score(candidate.curve, candidate.seeds)
+        variance = candidate.curve.variance
         for at, score in enumerate(scores):
             rank = (-score, variance[at], candidate.strength, candidate.rounds[at])
             if np.isfinite(score) and (key is None or rank < key):

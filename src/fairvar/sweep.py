@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,12 +28,21 @@ from fairvar.config import Config
 from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
-from fairvar.experiment import Interrupted, Watch, federation_of, missing, model_of
+from fairvar.experiment import (
+    Interrupted,
+    Watch,
+    federation_of,
+    missing,
+    model_of,
+    run_folder,
+)
 from fairvar.groups import Group, arrange, kind, run_group, tidy
 from fairvar.plugin import load_plugin
 from fairvar.progress import Report
+from fairvar.store import is_complete
 
 MOST_RESTARTS = 3
+Plain = dict[str, dict[str, Any]]  # a group's cells as plain values, by the names of their folders
 UNITS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 
 
@@ -71,7 +80,7 @@ def shard(cells: Sequence[Config], part: int, parts: int, batch: bool = True) ->
 
 
 def work(
-    groups: Sequence[Group],
+    groups: Iterable[Group],
     out: Path,
     stopping: Callable[[], bool],
     save_every: int | None,
@@ -209,12 +218,15 @@ def _run_workers(
     context = multiprocessing.get_context("spawn")
     stop, errors = context.Event(), context.SimpleQueue()
     restarts = 0
+    plain: list[Plain] = [
+        {run_folder(cell, out).name: cell.to_dict() for cell in group} for group in groups
+    ]
 
     def start(number: int) -> Any:
         # Each starts at another place, so that they rarely ask for the same lock.
-        shifted = (*groups[number::workers], *groups)
-        plain = [[cell.to_dict() for cell in group] for group in shifted]
-        told = (number, plain, out, stop, meter.numbers, errors, save_every, os.getpid(), plugin)
+        order = [*range(number, len(plain), workers), *range(len(plain))]
+        told = (number, plain, order, out, stop, meter.numbers, errors, save_every, os.getpid(),
+                plugin)  # fmt: skip
         process = context.Process(target=_worker, args=told)
         process.start()
         return process
@@ -248,7 +260,8 @@ def _failure(code: int, errors: Any) -> FairvarError:
 
 def _worker(
     number: int,
-    groups: Sequence[Sequence[dict[str, Any]]],
+    groups: Sequence[Plain],
+    order: Sequence[int],
     out: Path,
     stop: Any,
     numbers: Any,
@@ -265,14 +278,23 @@ def _worker(
 
     try:
         load_plugin(plugin)
-        todo = [tuple(Config.from_dict(cell) for cell in group) for group in groups]
-        _take_device(number, todo[0][0].train.device)
+        first = Config.from_dict(next(iter(groups[0].values())))
+        _take_device(number, first.train.device)
+        todo = (_cells(groups[place]) for place in order if not _is_done(groups[place], out))
         work(todo, out, stopping, save_every, Pulse(numbers, number, lambda: None))
     except Interrupted:
         return
     except FairvarError as error:
         errors.put(str(error))
         raise SystemExit(error.exit_code) from None
+
+
+def _is_done(group: Plain, out: Path) -> bool:
+    return all(is_complete(out / name) for name in group)
+
+
+def _cells(group: Plain) -> Group:
+    return tuple(Config.from_dict(cell) for cell in group.values())
 
 
 def device_for(worker: int, device: str, count: int) -> str:

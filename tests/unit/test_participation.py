@@ -126,5 +126,7 @@ def test_refusals() -> None:
         run(data, fv.FedAvg(), participation=0.5, participants=2)
     with pytest.raises(fv.BadInput, match=r"train\.participation = 0"):
         run(data, fv.FedAvg(), participation=0.0)
-    with pytest.raises(fv.BadInput, match='participation needs "reference"'):
-        run(data, fv.FedAvg(), participation=0.5, engine="pooled")
+    with pytest.raises(
+        fv.BadInput, match=r'"linear" trains all clients; to train some .* use "auto"'
+    ):
+        run(data, fv.FedAvg(), participation=0.5, engine="linear")

@@ -17,8 +17,9 @@ from fairvar.federation import Federation
 from fairvar.history import History
 from fairvar.methods import AFL, FairLoss, FedAvg, Method
 from fairvar.report.render import render
-from fairvar.report.results import Trial, choose, result_table
-from fairvar.select import Choice, Criterion, Validation, best
+from fairvar.report.results import choose, result_table
+from fairvar.report.trial import Trial
+from fairvar.select import Choice, Criterion, Curve, Validation, best
 
 SEEDS, ROUNDS, CLIENTS = 3, 4, 6
 NOTHING = Choice(0, -1, -math.inf)
@@ -29,7 +30,14 @@ def accuracies(seed: int, seeds: int = SEEDS) -> np.ndarray:
 
 
 def candidate(accuracy: np.ndarray | None, strength: float = 0.0) -> Validation:
-    return Validation(range(1, ROUNDS + 1), accuracy, strength)
+    curve = None if accuracy is None else Curve.of(accuracy)
+    return Validation(
+        range(1, ROUNDS + 1), curve, SEEDS if accuracy is None else len(accuracy), strength
+    )
+
+
+def scores(accuracy: np.ndarray, criterion: Criterion | None = None) -> np.ndarray:
+    return (criterion or Criterion()).score(Curve.of(accuracy), len(accuracy))
 
 
 def flat(*rounds: tuple[float, float]) -> np.ndarray:
@@ -45,8 +53,8 @@ def test_score_is_the_papers_formula() -> None:
         means = [accuracy[s, r].mean() for s in range(SEEDS)]
         variances = [((accuracy[s, r] - means[s]) ** 2).sum() / (CLIENTS - 1) for s in range(SEEDS)]
         expected.append(np.mean(means) - 1.96 * math.sqrt(np.mean(variances) / SEEDS))
-    np.testing.assert_allclose(Criterion().score(accuracy), expected, rtol=1e-12)
-    other = Criterion(t=1.96, m=12).score(accuracy)
+    np.testing.assert_allclose(scores(accuracy), expected, rtol=1e-12)
+    other = scores(accuracy, Criterion(t=1.96, m=12))
     gap = accuracy.mean((0, 2)) - np.array(expected)
     np.testing.assert_allclose(other, accuracy.mean((0, 2)) - gap / 2, rtol=1e-12)
 
@@ -57,22 +65,22 @@ def test_mixed_unit_is_percent_with_variance_x100() -> None:
     percent = 100 * accuracy.mean((0, 2))
     x100 = 100 * accuracy.var(2, ddof=1).mean(0)
     expected = (percent - 1.96 * np.sqrt(x100 / SEEDS)) / 100
-    np.testing.assert_allclose(Criterion(unit="mixed").score(accuracy), expected, rtol=1e-12)
+    np.testing.assert_allclose(scores(accuracy, Criterion(unit="mixed")), expected, rtol=1e-12)
 
 
 def test_clients_without_validation_samples_do_not_count() -> None:
     accuracy = accuracies(2)
     padded = np.concatenate([accuracy, np.full((SEEDS, ROUNDS, 2), np.nan)], axis=2)
-    np.testing.assert_array_equal(Criterion().score(padded), Criterion().score(accuracy))
+    np.testing.assert_array_equal(scores(padded), scores(accuracy))
 
 
 def test_the_best_is_the_highest_score_by_brute_force() -> None:
     for seed in range(50):
         tables = [accuracies(100 * seed + i) for i in range(5)]
         found = best([candidate(t) for t in tables], Criterion())
-        scores = np.array([Criterion().score(t) for t in tables])
-        assert (found.number, found.at) == np.unravel_index(scores.argmax(), scores.shape)
-        assert found.score == scores.max()
+        every = np.array([scores(t) for t in tables])
+        assert (found.number, found.at) == np.unravel_index(every.argmax(), every.shape)
+        assert found.score == every.max()
 
 
 def test_ties_lower_variance_then_strength_then_round() -> None:
@@ -86,7 +94,7 @@ def test_ties_lower_variance_then_strength_then_round() -> None:
     assert best([candidate(twice)], none).at == 1
     assert best([candidate(twice, 0.2), candidate(twice, 0.1)], none)[:2] == (1, 1)
     assert best([candidate(calm), candidate(calm)], none).number == 0
-    early, late = Validation([5], calm), Validation([3], calm)
+    early, late = (Validation([at], Curve.of(calm), 1) for at in (5, 3))
     assert best([early, late], none).number == 1
 
 
@@ -99,10 +107,10 @@ def test_diverged_configurations_are_never_chosen() -> None:
         found = best(options, Criterion())
         assert found == NOTHING if all(diverged) else not diverged[found.number]
     assert best([candidate(None)] * 3, Criterion()) == NOTHING
-    assert best([Validation([], np.zeros((2, 0, 3)))], Criterion()) == NOTHING
-    nan = np.full((SEEDS, ROUNDS, CLIENTS), np.nan)
+    assert best([Validation([], Curve.of(np.zeros((2, 0, 3))), 2)], Criterion()) == NOTHING
     with pytest.warns(RuntimeWarning):
-        assert best([candidate(nan), candidate(bad)], Criterion()).number == 1
+        nan = candidate(np.full((SEEDS, ROUNDS, CLIENTS), np.nan))
+    assert best([nan, candidate(bad)], Criterion()).number == 1
 
 
 def test_nothing_to_choose_from_is_said() -> None:
@@ -112,7 +120,9 @@ def test_nothing_to_choose_from_is_said() -> None:
 
 def test_selection_cannot_see_test_data() -> None:
     """By construction: there is no field that could hold it, and the trial fills only these."""
-    assert {f.name for f in dataclasses.fields(Validation)} == {"rounds", "accuracy", "strength"}
+    assert {f.name for f in dataclasses.fields(Validation)} == {
+        "rounds", "curve", "seeds", "strength"
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -139,6 +139,19 @@ def test_what_is_not_a_number_separates():
         assert [len(g) for g in arrange(plan(**sections).cells)] == expected, name
 
 
+def test_runs_with_some_clients_train_each_by_itself(tmp_path: Path):
+    """Their seeds differ in who takes part; a sweep stores the single runs, byte by byte."""
+    some = plan(train={"participants": 2}, sweep={"methods": ["afl"]})
+    assert all(len(group) == 1 for group in arrange(some.cells))
+    assert [len(group) for group in arrange(plan(sweep={"methods": ["afl"]}).cells)] == [4]
+    run_sweep(some.cells, tmp_path / "sweep", quiet)
+    for cell in some.cells:
+        run_cell(cell, tmp_path / "single", Watch())
+    found = contents(tmp_path / "sweep")
+    alone = contents(tmp_path / "single")
+    assert {name: found[name] for name in alone} == alone
+
+
 def test_each_by_itself_in_the_order_of_the_plan():
     cells = plan().cells
     assert arrange(cells, batch=False) == [(cell,) for cell in cells]

@@ -11,7 +11,8 @@ import sys
 
 from cyclopts import CycloptsError
 
-from fairvar.cli import data, experiments, facts, flower  # noqa: F401  # they register their commands
+# They register their commands.
+from fairvar.cli import data, experiments, facts, flower, results  # noqa: F401
 from fairvar.cli.common import app
 from fairvar.errors import FairvarError
 

@@ -6,12 +6,17 @@ import json as jsonlib
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 from rich.console import Console
 
 from fairvar._version import __version__
+
+if TYPE_CHECKING:
+    from fairvar.config import Config
+    from fairvar.report.gather import Rule
+    from fairvar.select import Criterion
 
 app = App(
     name="fairvar",
@@ -34,6 +39,19 @@ def show_report(tables: Any, files: Any, json: bool) -> None:
         print()
     page = next(f for f in files if f.name == "index.html")
     print(f"{len(files)} files in {page.parent}; open {page} in a browser")
+
+
+def selection_rule(t: float, m: int | None, unit: str, model: str | None = None) -> Rule:
+    """How to choose on validation data; by the model that a run's protocol is about, unless one is
+    named."""
+    from fairvar.config import Config
+    from fairvar.select import Criterion
+
+    def rule(config: Config) -> Criterion:
+        return Criterion(t=t, m=m, unit=unit, model=model or config.select.model)  # type: ignore[arg-type]
+
+    rule(Config())  # bad options are told before anything is read
+    return rule
 
 
 def cores() -> int:

@@ -10,7 +10,18 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from fairvar.cli.common import Json, Out, app, cores, duration, print_json, show, show_report, tell
+from fairvar.cli.common import (
+    Json,
+    Out,
+    app,
+    cores,
+    duration,
+    print_json,
+    selection_rule,
+    show,
+    show_report,
+    tell,
+)
 from fairvar.errors import BadInput, RunFailed
 
 MANY_RUNS = 40  # from here on, tell what it will cost before starting
@@ -115,6 +126,7 @@ def sweep(
     ray: str | None = None,
     save_every: int | None = None,
     batch: bool = True,
+    estimate: bool = True,
     dry: Annotated[bool, Parameter(negative="")] = False,
     plugin: Path | None = None,
     json: Json = False,
@@ -138,6 +150,7 @@ def sweep(
         save_every: rounds between checkpoints, besides one every ten seconds.
         batch: runs that differ in numbers only (lr, strength, q, step, seed) train as one batch
             where that is faster; --no-batch trains every run by itself, the same within rounding.
+        estimate: time a few rounds first, to tell what a large sweep will cost.
         dry: check everything, list the runs and their number, and stop.
         plugin: a Python file to load first, for methods of your own.
         json: print the outcome as JSON.
@@ -166,7 +179,7 @@ def sweep(
     if cells and ray is None:
         train = cells[0].train
         tell(crowding(workers, train.threads, train.device, os.cpu_count() or 1))
-    if len(missing(cells, folder)) > MANY_RUNS and ray is None:
+    if estimate and len(missing(cells, folder)) > MANY_RUNS and ray is None:
         cost = project(cells, folder, workers, batch)
         text = f"about {duration(cost)} with {workers} worker(s), from a few timed rounds"
         print(f"{len(missing(cells, folder))} runs to do: {text}", file=sys.stderr)
@@ -216,22 +229,19 @@ def report(
     """
     from fairvar.plugin import load_plugin
     from fairvar.progress import progress
-    from fairvar.report.gather import gather, stored_runs
+    from fairvar.report.gather import gather
     from fairvar.report.look import require_matplotlib
     from fairvar.report.write import write_report
-    from fairvar.select import Criterion
     from fairvar.store import check_writable
 
     load_plugin(plugin)
     require_matplotlib()
-    first = stored_runs(folder)[0].config
-    criterion = Criterion(t=t, m=m, unit=unit, model=model or first.select.model)  # type: ignore[arg-type]
     target = out or folder / "report"
     check_writable(target)
     with progress("report") as show:
         show(0, 1, "reading runs")
-        groups = gather(folder, criterion)
-        tables, files = write_report(groups, target, title or f"fairvar: {first.name}")
+        groups = gather(folder, rule=selection_rule(t, m, unit, model))
+        tables, files = write_report(groups, target, title or f"fairvar: {groups[0].config.name}")
         show(1, 1, "done")
     show_report(tables, files, json)
 

@@ -44,24 +44,17 @@ def aggregate(
     norms = torch.stack([squared_norm(u) for u in updates]).double()
     weights = limit(weights) / method.normaliser(replies, norms, lr)
     buffers = stack(answers.buffers) if state.buffers else {}
-    return Outcome(
+    outcome = Outcome(
         update=weighted_sum(weights, stack(updates)),
         buffers={k: _average(answers.share, v) for k, v in buffers.items()},
         memory=memory,
-        loss=_placed(answers.loss, answers.ids, clients, torch.nan),
-        weights=_placed(weights, answers.ids, clients, 0.0),
+        loss=answers.loss,
+        weights=weights,
         mean_loss=answers.mean_loss,
         mean_gradient=answers.mean_gradient,
         ascended=(answers.own < 0).double().mean(),
-        answered=answers.ids,
     )
-
-
-def _placed(values: Tensor, ids: Tensor, clients: int, absent: float) -> Tensor:
-    """Values of some clients at their places among all."""
-    return torch.full((clients,), absent, dtype=values.dtype, device=values.device).index_copy(
-        0, ids, values
-    )
+    return outcome.among(answers.ids, clients)
 
 
 def _average(share: Tensor, stacked: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Which samples a client uses in each local step: the same in every engine and on every device.
 
+`Schedule` is what is fixed for a run; `Cohort` has the clients of one round.
+
 In each pass over its data a client's samples are shuffled by random keys that depend only on (seed,
 round, pass, client id, position). Adding a client changes nobody else's batches.
 """
@@ -26,25 +28,6 @@ class Constants(NamedTuple):
     counts: Int64[Tensor, " n"]
     offsets: Int64[Tensor, " n"]
     per_pass: Int64[Tensor, " n"]
-    position: Int64[Tensor, " N"]  # of each sample among its client's
-    order: Int64[Tensor, " n"]
-
-
-class FlatStep(NamedTuple):
-    """The first step of all clients without padding: where in a shuffle its samples stand."""
-
-    place: Int64[Tensor, " b"]
-    client: Int64[Tensor, " b"]
-    length: Int64[Tensor, " n"]
-
-
-class BlockLayout(NamedTuple):
-    """The first step of all clients in blocks of one width, each of one client."""
-
-    place: Int64[Tensor, "blocks width"]  # in a shuffle; padding repeats the client's first
-    real: Bool[Tensor, "blocks width"]
-    share: Float64[Tensor, "blocks width"]  # of each sample in its client's mean; 0 for padding
-    client: Int64[Tensor, " blocks"]
 
 
 @dataclass(frozen=True)
@@ -81,23 +64,31 @@ class Schedule:
     def one_step(self) -> bool:
         return max(self.steps) == 1
 
-    @property
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Training samples of each client, for Python."""
+        return self.split.counts.tolist()
+
+    @cached_property
+    def largest(self) -> int:
+        return max(self.sizes)
+
+    @cached_property
     def full_batch(self) -> bool:
         """Every step sees all of the client's samples."""
-        return self.batch_size is None or self.batch_size >= int(self.split.counts.max())
+        return self.batch_size is None or self.batch_size >= self.largest
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Length of a padded batch. Fixed for the run: another padding, other rounding."""
-        largest = int(self.split.counts.max())
-        return largest if self.batch_size is None else min(self.batch_size, largest)
+        return self.largest if self.batch_size is None else min(self.batch_size, self.largest)
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """Samples in each client's first step."""
-        return [min(size, self.width) for size in self.split.counts.tolist()]
+        return [min(size, self.width) for size in self.sizes]
 
-    @property
+    @cached_property
     def even(self) -> bool:
         """All clients' first batches have one length: nothing is padded."""
         return min(self.lengths) == self.width
@@ -106,42 +97,21 @@ class Schedule:
         """Whether the batch of any of these clients is shorter than the width in this step."""
         if self.full_batch:
             return not self.even
-        full = {i: int(self.split.counts[i]) // self.width for i in set(clients)}
-        return any(step % self.passes[i] >= full[i] for i in clients)
-
-    @property
-    def order(self) -> list[int]:
-        """Clients with the most steps first, so that those still active are always a prefix."""
-        return sorted(range(len(self.steps)), key=lambda i: -self.steps[i])
+        return any(step % self.passes[i] >= self.sizes[i] // self.width for i in clients)
 
     @cached_property
     def constants(self) -> Constants:
-        split, device = self.split, self.split.client.device
-        offsets = torch.tensor(split.offsets[:-1], device=device)
+        split, device = self.split, self.split.x.device
         return Constants(
             counts=split.counts.to(device),
-            offsets=offsets,
+            offsets=torch.tensor(split.offsets[:-1], device=device),
             per_pass=torch.tensor(self.passes, device=device),
-            position=torch.arange(len(split.client), device=device) - offsets[split.client],
-            order=torch.tensor(self.order, device=device),
         )
 
     @cached_property
-    def first(self) -> FlatStep:
-        fixed = self.constants
-        length = torch.clamp(fixed.counts, max=self.width)
-        place = torch.nonzero(fixed.position < length[self.split.client])[:, 0]
-        return FlatStep(place, self.split.client[place], length)
-
-    def blocks(self, width: int) -> BlockLayout:
-        device, fixed = self.split.client.device, self.constants
-        pairs = [(i, at) for i, m in enumerate(self.lengths) for at in range(0, m, width)]
-        client, start = torch.tensor(pairs, device=device).T
-        position = start[:, None] + torch.arange(width, device=device)
-        length = self.first.length[client][:, None]
-        real = position < length
-        place = fixed.offsets[client][:, None] + torch.where(real, position, 0)
-        return BlockLayout(place, real, real / length.double(), client)
+    def everyone(self) -> Cohort:
+        known = list(range(len(self.steps)))
+        return Cohort(self, torch.arange(len(known), device=self.split.x.device), known)
 
     def keys(self, t: int) -> list[int]:
         """The name of every shuffle of round t; none where every step sees everything."""
@@ -151,44 +121,187 @@ class Schedule:
         return [rng.signed(rng.key(self.seed, "batch", t, number)) for number in range(passes)]
 
     def round(self, t: int) -> RoundBatches:
-        device = self.split.client.device
-        if self.full_batch:
-            return RoundBatches(self, torch.arange(len(self.split.client), device=device)[None])
-        keys = torch.tensor(self.keys(t), device=device) if self.live_keys is None else (
-            self.live_keys)  # fmt: skip
+        """The samples of all clients."""
+        return self.everyone.round(t)
+
+
+class Slots(NamedTuple):
+    """All samples of a cohort, one place's after the other's: what a shuffle shuffles."""
+
+    place: Int64[Tensor, " s"]
+    client: Int64[Tensor, " s"]  # its id
+    position: Int64[Tensor, " s"]  # of each sample among its client's
+    row: Int64[Tensor, " s"]  # in the training split; padding repeats the client's first
+    real: Bool[Tensor, " s"] | None  # None: nothing is padded
+    start: Int64[Tensor, " m"]  # the first slot of each place
+
+
+class FlatStep(NamedTuple):
+    """The first step of a cohort without padding: where in a shuffle its samples stand."""
+
+    slot: Int64[Tensor, " b"]
+    place: Int64[Tensor, " b"]
+    length: Int64[Tensor, " m"]
+
+
+class BlockLayout(NamedTuple):
+    """The first step of a cohort in blocks of one width, each of one client."""
+
+    slot: Int64[Tensor, "blocks width"]  # in a shuffle; padding repeats the client's first
+    real: Bool[Tensor, "blocks width"]
+    share: Float64[Tensor, "blocks width"]  # of each sample in its client's mean; 0 for padding
+    place: Int64[Tensor, " blocks"]
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """The clients of a round in places 0 … m − 1: all of them, or those that were drawn.
+
+    In a captured round they are known on the device only (`known` is None), and no shape may depend
+    on who they are: all clients then take the same steps on as many samples (`Run.shapes_stay`),
+    and each place has as many slots as the largest client has samples.
+    """
+
+    schedule: Schedule
+    ids: Int64[Tensor, " m"]
+    known: list[int] | None  # the ids on the host
+
+    @property
+    def everyone(self) -> bool:
+        return len(self.ids) == len(self.schedule.steps)
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """Local steps of each place in a round."""
+        return self._by_place(self.schedule.steps, self.schedule.steps[0])
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Places with the most steps first, so that those still active are always a prefix."""
+        return sorted(range(len(self.ids)), key=lambda place: -self.steps[place])
+
+    @cached_property
+    def order_on_device(self) -> Int64[Tensor, " m"]:
+        if len(set(self.steps)) == 1:
+            return self.places
+        return torch.tensor(self.order, device=self.ids.device)
+
+    @cached_property
+    def places(self) -> Int64[Tensor, " m"]:
+        return torch.arange(len(self.ids), device=self.ids.device)
+
+    @cached_property
+    def counts(self) -> Int64[Tensor, " m"]:
+        return self._on_device(self.schedule.constants.counts)
+
+    @cached_property
+    def per_pass(self) -> Int64[Tensor, " m"]:
+        return self._on_device(self.schedule.constants.per_pass)
+
+    @cached_property
+    def slots(self) -> Slots:
+        schedule = self.schedule
+        sizes = self._by_place(schedule.sizes, schedule.largest)
+        place, position = _spans(sizes, self.ids.device)
+        first_row = self._on_device(schedule.constants.offsets)
+        client = place if self.everyone else self.ids[place]
+        if self.known is not None:
+            start = torch.cumsum(self.counts, 0) - self.counts
+            return Slots(place, client, position, first_row[place] + position, None, start)
+        real = position < self.counts[place]
+        row = first_row[place] + torch.where(real, position, 0)
+        return Slots(place, client, position, row, real, self.places * sizes[0])
+
+    @cached_property
+    def first(self) -> FlatStep:
+        place, position = _spans(self._lengths, self.ids.device)
+        length = torch.clamp(self.counts, max=self.schedule.width)
+        return FlatStep(self.slots.start[place] + position, place, length)
+
+    def blocks(self, width: int) -> BlockLayout:
+        """The first step cut into blocks of this width."""
+        device = self.ids.device
+        place, number = _spans([-(-length // width) for length in self._lengths], device)
+        position = number[:, None] * width + torch.arange(width, device=device)
+        length = self.first.length[place][:, None]
+        real = position < length
+        slot = self.slots.start[place][:, None] + torch.where(real, position, 0)
+        return BlockLayout(slot, real, real / length.double(), place)
+
+    def pads(self, step: int, places: list[int]) -> bool:
+        """Whether the batch of any of these places is shorter than the width in this step."""
+        if self.known is None:
+            return self.schedule.pads(step, list(range(len(self.schedule.steps))))
+        return self.schedule.pads(step, [self.known[place] for place in places])
+
+    def round(self, t: int) -> RoundBatches:
+        """The samples of round t."""
+        schedule, device = self.schedule, self.ids.device
+        if schedule.full_batch:
+            return RoundBatches(self, self.slots.row[None])
+        live = schedule.live_keys
+        keys = torch.tensor(schedule.keys(t), device=device) if live is None else live
         return RoundBatches(self, torch.stack([self._shuffle(key) for key in keys]))
 
-    def _shuffle(self, key: Int64[Tensor, ""]) -> Int64[Tensor, " N"]:
-        """All rows, still sorted by client, in this pass's random order within each client."""
-        client = self.split.client
-        keys = rng.sample_keys(key, client, self.constants.position)
-        # One sort by (client, key): the client in the upper bits, the key's upper bits below.
-        bits = len(self.steps).bit_length() + 1
-        by_client = (client << (64 - bits)) + (keys >> bits) + (1 << (63 - bits))
-        return torch.argsort(by_client, stable=True)
+    def _shuffle(self, key: Int64[Tensor, ""]) -> Int64[Tensor, " s"]:
+        """All rows, still sorted by place, in this pass's random order within each client."""
+        slots = self.slots
+        keys = rng.sample_keys(key, slots.client, slots.position)
+        if slots.real is not None:  # padding goes to the end of its client's slots
+            keys = torch.where(slots.real, keys, torch.iinfo(torch.int64).max)
+        # One sort by (place, key): the place in the upper bits, the key's upper bits below.
+        bits = len(self.schedule.steps).bit_length() + 1
+        by_place = (slots.place << (64 - bits)) + (keys >> bits) + (1 << (63 - bits))
+        order = torch.argsort(by_place, stable=True)
+        return order if self.everyone else slots.row[order]
+
+    @property
+    def _lengths(self) -> list[int]:
+        """Samples in the first step of each place."""
+        return self._by_place(self.schedule.lengths, self.schedule.width)
+
+    def _by_place(self, by_client: list[int], unknown: int) -> list[int]:
+        known = self.known
+        return [unknown] * len(self.ids) if known is None else [by_client[i] for i in known]
+
+    def _on_device(self, by_client: Int64[Tensor, " n"]) -> Int64[Tensor, " m"]:
+        return by_client if self.everyone else by_client[self.ids]
 
 
 @dataclass(frozen=True)
 class RoundBatches:
     """The samples of one round."""
 
-    schedule: Schedule
-    shuffled: Int64[Tensor, "passes N"]
+    cohort: Cohort
+    shuffled: Int64[Tensor, "passes s"]  # rows of the training split, slot by slot
 
     def rows(
-        self, step: int, clients: Int64[Tensor, " k"]
+        self, step: int, places: Int64[Tensor, " k"]
     ) -> tuple[Int64[Tensor, "k width"], Bool[Tensor, "k width"]]:
         """Rows of the training split for this step, padded to one width; which of them are real."""
-        schedule, device, fixed = self.schedule, self.shuffled.device, self.schedule.constants
-        counts, offsets, per_pass = (v[clients] for v in fixed[:3])
-        size = schedule.width
+        cohort, schedule = self.cohort, self.cohort.schedule
+        counts, offsets = cohort.counts[places], cohort.slots.start[places]
+        per_pass, size = cohort.per_pass[places], schedule.width
         start = (step % per_pass) * size if not schedule.full_batch else torch.zeros_like(counts)
         number = step // per_pass if not schedule.full_batch else torch.zeros_like(counts)
         length = torch.clamp(counts - start, max=size)
-        column = torch.arange(size, device=device)
+        column = torch.arange(size, device=places.device)
         real = column < length[:, None]
-        place = (offsets + start)[:, None] + torch.where(real, column, 0)
-        return self.shuffled[number[:, None], place], real
+        slot = (offsets + start)[:, None] + torch.where(real, column, 0)
+        return self.shuffled[number[:, None], slot], real
+
+
+def _spans(
+    lengths: list[int], device: torch.device
+) -> tuple[Int64[Tensor, " s"], Int64[Tensor, " s"]]:
+    """Of 3 and 2 things: whose each of them is, 0 0 0 1 1, and which one of those, 0 1 2 0 1."""
+    if len(set(lengths)) == 1:  # nothing to fetch from the host
+        number = torch.arange(len(lengths) * lengths[0], device=device)
+        return number // lengths[0], number % lengths[0]
+    length = torch.tensor(lengths)
+    owner = torch.repeat_interleave(length)
+    start = torch.cumsum(length, 0) - length
+    return owner.to(device), (torch.arange(len(owner)) - start[owner]).to(device)
 
 
 def _batches_per_pass(size: int, batch_size: int | None, batch_norm: bool) -> int:

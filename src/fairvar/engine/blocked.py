@@ -34,7 +34,7 @@ class Blocks:
     y: Tensor
     real: Tensor | None  # None: no padding anywhere, so nothing has to be masked
     share: Tensor  # of each sample in its client's mean; 0 for padding
-    client: Tensor
+    place: Tensor  # of the block's client in the cohort
 
     @property
     def axes(self) -> tuple[int, int, int | None, int]:
@@ -43,11 +43,11 @@ class Blocks:
 
 
 def blocked_round(run: Run, state: State, t: int) -> Outcome:
-    method, n = run.method.at_round(t), run.clients
-    blocks = _cut(run, run.schedule.round(t))
+    run, method = run.of_round(t), run.method.at_round(t)
+    blocks = _cut(run, run.cohort.round(t))
     on_batch, gradient, buffers = _client_gradients(run, state, blocks)
     loss = observed_losses(run, state, method, on_batch)
-    replies = Replies(loss, run.share, run.ids, n)
+    replies = Replies(loss, run.share, run.ids, run.clients)
     weights, memory = method.weigh(state.memory, replies)
     mean_loss, a, g = run.share @ loss, state.mean_loss, state.mean_gradient
     fresh = weighted_sum(run.share, gradient) if run.method.uses_mean_gradient else None
@@ -70,7 +70,7 @@ def blocked_round(run: Run, state: State, t: int) -> Outcome:
         products = _weighted_curvature(run, state, blocks, gradient, g, weights)
         direction = add(direction, products, method.curvature)
     step = run.lr / normaliser
-    return Outcome(
+    outcome = Outcome(
         update=scale(direction, step.to(run.dtype) if isinstance(step, Tensor) else step),
         buffers=buffers,
         memory=memory,
@@ -80,23 +80,25 @@ def blocked_round(run: Run, state: State, t: int) -> Outcome:
         mean_gradient=fresh if run.method.reports_gradient else None,
         ascended=(own < 0).double().mean(),
     )
+    return outcome if run.drawn is None else outcome.among(run.ids, run.clients)
 
 
 def _cut(run: Run, batches: RoundBatches) -> Blocks:
-    split, width, n = run.federation.train, run.block, run.clients
+    split, width, n = run.federation.train, run.block, len(run.ids)
     if run.schedule.even and width == run.schedule.width:
-        # The block is the client and nothing is padded; a full batch is not even gathered.
+        # The block is the client and nothing is padded; if it is all there is,
+        # it is not even gathered.
         share = torch.full((n, width), 1 / width, dtype=run.dtype, device=run.device)
-        if run.schedule.full_batch:
+        if run.schedule.full_batch and run.cohort.everyone:
             x, y = (v.reshape(n, width, *v.shape[1:]) for v in (split.x, split.y))
         else:
-            rows = batches.rows(0, run.ids)[0]
+            rows = batches.rows(0, run.cohort.places)[0]
             x, y = split.x[rows], split.y[rows]
-        return Blocks(x, y, None, share, run.ids)
+        return Blocks(x, y, None, share, run.cohort.places)
     layout = run.layout
-    rows = batches.shuffled[0, layout.place]
+    rows = batches.shuffled[0, layout.slot]
     share = layout.share.to(run.dtype)
-    return Blocks(split.x[rows], split.y[rows], layout.real, share, layout.client)
+    return Blocks(split.x[rows], split.y[rows], layout.real, share, layout.place)
 
 
 def _client_gradients(run: Run, state: State, blocks: Blocks) -> tuple[Tensor, Tree, Tree]:
@@ -116,11 +118,11 @@ def _client_gradients(run: Run, state: State, blocks: Blocks) -> tuple[Tensor, T
     gradients, (losses, buffers) = over_blocks(
         state.x, blocks.x, blocks.y, blocks.real, blocks.share
     )
-    loss = torch.zeros_like(run.share).index_add_(0, blocks.client, losses.double())
-    if len(blocks.client) > run.clients:
+    loss = torch.zeros_like(run.share).index_add_(0, blocks.place, losses.double())
+    if len(blocks.place) > len(run.ids):
         gradients = tree_map(lambda leaf: _by_client(run, blocks, leaf), gradients)
     averaged = {
-        name: torch.tensordot(run.share[blocks.client], leaf.double(), dims=1).to(leaf.dtype)
+        name: torch.tensordot(run.share[blocks.place], leaf.double(), dims=1).to(leaf.dtype)
         for name, leaf in buffers.items()
         if run.task.batch_norm
     }
@@ -128,8 +130,8 @@ def _client_gradients(run: Run, state: State, blocks: Blocks) -> tuple[Tensor, T
 
 
 def _by_client(run: Run, blocks: Blocks, leaf: Tensor) -> Tensor:
-    total = leaf.new_zeros(run.clients, *leaf.shape[1:])
-    return total.index_add_(0, blocks.client, leaf)
+    total = leaf.new_zeros(len(run.ids), *leaf.shape[1:])
+    return total.index_add_(0, blocks.place, leaf)
 
 
 def _direction_norms(gradient: Tree, g: Tree | None, own: Tensor, shared: Tensor) -> Tensor:
@@ -146,9 +148,9 @@ def _weighted_curvature(
 ) -> Tree:
     """Σ_i w_i ∇²f_i (∇f_i − g)"""
     away = gradient if g is None else tree_map(lambda leaf, mean: leaf - mean, gradient, g)
-    if len(blocks.client) > run.clients:
-        away = tree_map(lambda leaf: leaf[blocks.client], away)
-    weight = weights.to(run.dtype)[blocks.client]
+    if len(blocks.place) > len(run.ids):
+        away = tree_map(lambda leaf: leaf[blocks.place], away)
+    weight = weights.to(run.dtype)[blocks.place]
 
     def slope(params: Tree) -> Tensor:
         def along(v: Tree, x: Tensor, y: Tensor, real: Tensor | None, share: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Captured rounds: a round recorded once as a CUDA graph and repeated without the host.
 
 Small models spend most of an eager round on launching kernels. A captured round works on fixed
-tensors: the state, the names of this round's shuffles, and the run's numbers (learning rate,
-strengths). Since these are read from the device, one recording serves all runs of a grid that
-differ in numbers and seeds only.
+tensors: the state, the names of this round's shuffles and participants, and the run's numbers
+(learning rate, strengths). Since these are read from the device, one recording serves all runs of a
+grid that differ in numbers and seeds only. A round whose shapes depend on who takes part
+(`Run.shapes_stay`) is not captured.
 
 Without CUDA the same fixed tensors are used and the round is simply computed: the slow twin, by
 which the tests compare everything but the recording itself with ordinary rounds.
@@ -11,18 +12,21 @@ which the tests compare everything but the recording itself with ordinary rounds
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State, advance
 from fairvar.methods.base import Method
+from fairvar.models.check import tells_all
 
 RoundOf = Callable[[Run, State, int], Outcome]
 T = TypeVar("T")
@@ -59,9 +63,22 @@ class Recorded(Generic[T]):
                 self.compute()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with _no_garbage_collection(), torch.cuda.graph(graph):
             self.store(self.compute())
         self.graph = graph
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """An older recording that Python happens to free while a new one is made spoils the new one."""
+    gc.collect()
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
 
 
 class CapturedRound:
@@ -74,12 +91,14 @@ class CapturedRound:
             name: torch.full((), value, dtype=torch.float64, device=device)
             for name, value in _numbers(run.method, run.lr).items()
         }
-        shuffles = len(run.schedule.keys(LATER))
-        self.names = torch.zeros(1 + shuffles, dtype=torch.int64, device=device)  # rounds, shuffles
+        self.names = torch.zeros(len(_names(run, LATER)), dtype=torch.int64, device=device)
         lr = self.numbers["lr"]
         method = run.method.with_numbers({k: v for k, v in self.numbers.items() if k != "lr"})
-        schedule = replace(run.schedule, live_keys=self.names[1:])
-        self.run = replace(run, lr=lr, method=method, schedule=schedule)
+        after = 1 + len(run.schedule.keys(LATER))
+        schedule = replace(run.schedule, live_keys=self.names[1:after])
+        who = run.participation
+        who = who if who.everyone else replace(who, live=self.names[after:])
+        self.run = replace(run, lr=lr, method=method, schedule=schedule, participation=who)
         self.round_of = round_of
         self.outcome: Outcome | None = None
         self.recorded = Recorded(self._compute, self._store, device)
@@ -88,14 +107,14 @@ class CapturedRound:
         """The next rounds are those of this run: same operations, other numbers."""
         for name, value in _numbers(run.method, run.lr).items():
             self.numbers[name].fill_(value)
-        self.schedule = run.schedule
+        self.given = run
 
     def step(self, state: State) -> tuple[State, Outcome]:
         """The state after the next round, valid until the next call, and its outcome, of which the
         numbers per client stay valid."""
         t = state.round
         self._load(state)
-        self.names.copy_(torch.tensor([t + 1, *self.schedule.keys(t)]))
+        self.names.copy_(torch.tensor(_names(self.given, t)))
         self.recorded()
         assert self.outcome is not None
         self.state = replace(self.state, round=t + 1)
@@ -113,7 +132,7 @@ class CapturedRound:
 
     def _store(self, found: tuple[State, Outcome]) -> None:
         after, self.outcome = found
-        fine = torch.isfinite(self.outcome.loss).all()  # a round that diverged changes nothing
+        fine = self.outcome.fine  # a round that diverged changes nothing
         for mine, new in zip(self.state.tensors(), after.tensors(), strict=True):
             mine.copy_(torch.where(fine, new, mine))
 
@@ -125,6 +144,14 @@ def acts_alike(method: Method, t: int) -> bool:
 
 def _numbers(method: Method, lr: float | Tensor) -> dict[str, float]:
     return {"lr": float(lr), **method.numbers}
+
+
+def _names(run: Run, t: int) -> list[int]:
+    """What a recorded round reads from the device to be round t: the number of rounds done after
+    it, the names of its shuffles, and its participants if not everyone takes part."""
+    who = run.participation
+    ids = [] if who.everyone else who.of_round(t).tolist()
+    return [t + 1, *run.schedule.keys(t), *ids]
 
 
 class Recordings:
@@ -152,17 +179,12 @@ RECORDINGS = Recordings()
 def _key(run: Run, path: str) -> object:
     """Two runs with one key consist of the same operations on the same data."""
     module = run.task.original
-    told = repr(module) if _is_known(module) else id(module)
+    told = repr(module) if tells_all(module) else id(module)
     shapes = tuple((k, v.shape, v.dtype) for k, v in run.task.params.items())
     schedule = run.schedule
+    asked = run.participation.number
     work = (schedule.batch_size, tuple(schedule.steps), run.clip_norm, run.chunk, run.precision)
-    return path, id(run.federation), run.task.loss, told, shapes, run.method.form, work
-
-
-def _is_known(module: nn.Module) -> bool:
-    """Torch's and our own layers say all about themselves when printed."""
-    ours = ("torch.nn.", "fairvar.models.")
-    return all(type(m).__module__.startswith(ours) for m in module.modules())
+    return path, id(run.federation), run.task.loss, told, shapes, run.method.form, work, asked
 
 
 def try_step(captured: CapturedRound, state: State) -> tuple[State, Outcome] | None:
@@ -173,9 +195,14 @@ def try_step(captured: CapturedRound, state: State) -> tuple[State, Outcome] | N
         RECORDINGS.forget(captured)
         if captured.run.device.type != "cuda" or captured.outcome is not None:
             raise
-        torch.cuda.synchronize()
-        warnings.warn(
-            f"rounds are computed without recording them first: {str(error).splitlines()[0]}",
-            stacklevel=2,
-        )
+        tell_unrecorded(error)
         return None
+
+
+def tell_unrecorded(error: RuntimeError) -> None:
+    """What could not be recorded is computed round by round: slower, and the same."""
+    torch.cuda.synchronize()
+    warnings.warn(
+        f"rounds are computed without recording them first: {str(error).splitlines()[0]}",
+        stacklevel=3,
+    )

@@ -10,6 +10,7 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 from torch.func import vmap
 
+from fairvar.engine.batches import Cohort
 from fairvar.engine.task import Task
 from fairvar.federation import Split
 from fairvar.tree import Tree
@@ -31,7 +32,7 @@ def evaluate_shared(task: Task, params: Tree, buffers: Tree, split: Split, piece
         for i in range(0, len(split.y), piece):
             x, y, client = (v[i : i + piece] for v in (split.x, split.y, split.client))
             total.index_add_(1, client, _score(task, task.predict(params, buffers, x), y))
-    return _means(task, total, split.counts)
+    return _means(total, split.counts_there)
 
 
 def client_losses(
@@ -41,11 +42,26 @@ def client_losses(
     return evaluate_shared(task, params, buffers, split, piece).loss
 
 
+def losses_of_some(
+    task: Task, params: Tree, buffers: Tree, split: Split, cohort: Cohort, piece: int
+) -> Float64[Tensor, " m"]:
+    """The same of the clients in a cohort."""
+    slots, total = cohort.slots, torch.zeros_like(cohort.counts, dtype=torch.float64)
+    with torch.no_grad():
+        for i in range(0, len(slots.row), piece):
+            some = slice(i, i + piece)
+            rows = slots.row[some]
+            losses = task.loss(task.predict(params, buffers, split.x[rows]), split.y[rows]).double()
+            counted = losses if slots.real is None else losses * slots.real[some]
+            total.index_add_(0, slots.place[some], counted)
+    return total / cohort.counts
+
+
 def evaluate_own(
     task: Task, params: Tree, buffers: Tree, split: Split, ids: Int64[Tensor, " k"]
 ) -> Scores:
     """Each client's own model (stacked along the first axis) on that client's samples."""
-    counts = split.counts.to(ids.device)[ids]
+    counts = split.counts_there[ids]
     offsets = torch.tensor(split.offsets, device=ids.device)[ids]
     total = torch.zeros(2, len(ids), dtype=torch.float64, device=ids.device)
     column = torch.arange(min(BLOCK, int(split.counts.max())), device=ids.device)
@@ -59,7 +75,7 @@ def evaluate_own(
             outputs = predict(params, buffers, split.x[rows])
             scores = _score(task, outputs.flatten(0, 1), y.flatten(0, 1))
             total += (scores.reshape(2, *real.shape) * real).sum(2)
-    return _means(task, total, split.counts[ids.cpu()])
+    return _means(total, counts)
 
 
 def _one_by_one(task: Task) -> Callable[[Tree, Tree, Tensor], Tensor]:
@@ -81,6 +97,6 @@ def _score(task: Task, outputs: Tensor, y: Tensor) -> Float64[Tensor, "2 b"]:
     return torch.stack([loss, right])
 
 
-def _means(task: Task, total: Tensor, counts: Tensor) -> Scores:
-    loss, right = total / counts.to(total.device)
+def _means(total: Tensor, counts: Tensor) -> Scores:
+    loss, right = total / counts
     return Scores(loss, right)

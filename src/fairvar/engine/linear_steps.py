@@ -52,7 +52,7 @@ class StepPlan:
         places = torch.arange(len(rows), device=rows.device)
         if whole.real is not None:  # padding repeats a row that stands elsewhere
             rows, places = rows[whole.real > 0], places[whole.real > 0]
-        return torch.empty_like(fixed.position).index_copy_(0, rows, places)
+        return torch.empty_like(self.schedule.everyone.slots.row).index_copy_(0, rows, places)
 
     def _step(self, number: int) -> Step:
         schedule, split = self.schedule, self.schedule.split

@@ -33,6 +33,7 @@ class Participation:
     clients: int
     number: int
     seed: int
+    live: Int64[Tensor, " m"] | None = None  # a captured round reads its participants from here
 
     @staticmethod
     def build(
@@ -48,6 +49,10 @@ class Participation:
     @property
     def everyone(self) -> bool:
         return self.number == self.clients
+
+    def largest(self, lengths: list[int]) -> list[int]:
+        """Of these numbers of samples, those of the most costly draw."""
+        return lengths if self.everyone else sorted(lengths)[-self.number :]
 
     def of_round(self, t: int, attempt: int = 0) -> Int64[Tensor, " m"]:
         """The ids to ask, rising; another draw for each further attempt at the same round."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fairvar.engine.batches import RoundBatches
-from fairvar.engine.evaluate import client_losses
+from fairvar.engine.evaluate import client_losses, losses_of_some
 from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Method, Replies
@@ -31,7 +31,7 @@ class Piece:
     x: Tensor
     y: Tensor
     real: Tensor | None  # (clients, width) for batch norm
-    client: Tensor  # of each sample, flat
+    place: Tensor  # of each sample's client in the cohort, flat
     share: Tensor  # of each sample in its client's mean, flat; 0 for padding
 
 
@@ -58,12 +58,12 @@ class PooledPass:
         self.totals: list[Tree] = []
         self.waiting: list[Tensor] = []  # sample losses with their graphs
         waits = later and run.graphs_fit
-        self.loss = torch.zeros(run.clients, dtype=torch.float64, device=run.device)
+        self.loss = torch.zeros_like(run.share)
         self.buffers = {k: torch.zeros_like(v, dtype=_wide(v)) for k, v in state.buffers.items()}
         for piece in self.pieces:
             with torch.set_grad_enabled(coefficients is not None or waits):
                 losses = self._forward(piece, remember_buffers=True)
-            self.loss.index_add_(0, piece.client, losses.detach().double() * piece.share.double())
+            self.loss.index_add_(0, piece.place, losses.detach().double() * piece.share.double())
             if coefficients is not None:
                 self._differentiate(piece, losses, coefficients)
             elif waits:
@@ -71,7 +71,7 @@ class PooledPass:
         self.buffers = {k: v.to(state.buffers[k].dtype) for k, v in self.buffers.items()}
 
     def gradients(self, coefficients: list[Tensor]) -> list[Tree]:
-        """Σ_i c_i ∇f_i(x) for each vector c over clients. Only once: graphs are given up."""
+        """Σ_i c_i ∇f_i(x) for each vector c over the cohort. Only once: graphs are given up."""
         while self.pieces:
             piece = self.pieces.pop()
             losses = self.waiting.pop() if self.waiting else self._forward(piece)
@@ -81,7 +81,7 @@ class PooledPass:
     def _differentiate(self, piece: Piece, losses: Tensor, coefficients: list[Tensor]) -> None:
         found = []
         for number, c in enumerate(coefficients):
-            weight = c.to(losses.dtype)[piece.client] * piece.share
+            weight = c.to(losses.dtype)[piece.place] * piece.share
             keep = number < len(coefficients) - 1
             leaves = torch.autograd.grad(
                 losses, list(self.params.values()), weight, retain_graph=keep
@@ -101,8 +101,8 @@ class PooledPass:
             self.params, self.given_buffers, piece.x, piece.y, real
         )
         if remember_buffers:
-            clients = piece.client.reshape(piece.real.shape)[:, 0]
-            self._remember(buffers, self.run.share[clients])
+            places = piece.place.reshape(piece.real.shape)[:, 0]
+            self._remember(buffers, self.run.share[places])
         return losses.flatten()
 
     def _remember(self, buffers: Tree, share: Tensor) -> None:
@@ -120,28 +120,29 @@ def _wide(buffer: Tensor) -> torch.dtype:
 
 
 def _pieces(run: Run, batches: RoundBatches) -> list[Piece]:
+    split, cohort = run.federation.train, run.cohort
     if run.task.batch_norm:
         together = max(1, run.piece // run.schedule.width)
-        return [_padded_piece(run, batches, ids) for ids in run.ids.split(together)]
-    split, first, whole = run.federation.train, run.schedule.first, run.schedule.full_batch
-    share = (1 / first.length.to(run.dtype))[first.client]
+        return [_padded_piece(run, batches, some) for some in cohort.places.split(together)]
+    first, as_they_lie = cohort.first, run.schedule.full_batch and cohort.everyone
+    share = (1 / first.length.to(run.dtype))[first.place]
     found = []
-    for i in range(0, len(first.client), run.piece):
+    for i in range(0, len(first.place), run.piece):
         some = slice(i, i + run.piece)
-        rows = some if whole else batches.shuffled[0, first.place[some]]
+        rows = some if as_they_lie else batches.shuffled[0, first.slot[some]]
         x, y = channels_last(split.x[rows]), split.y[rows]
-        found.append(Piece(x, y, None, first.client[some], share[some]))
+        found.append(Piece(x, y, None, first.place[some], share[some]))
     return found
 
 
-def _padded_piece(run: Run, batches: RoundBatches, ids: Tensor) -> Piece:
+def _padded_piece(run: Run, batches: RoundBatches, places: Tensor) -> Piece:
     split = run.federation.train
-    rows, real = batches.rows(0, ids)
+    rows, real = batches.rows(0, places)
     weight = real.to(run.dtype)
     share = weight / weight.sum(1, keepdim=True)
-    client = ids[:, None].expand_as(rows)
+    place = places[:, None].expand_as(rows)
     x = channels_last(split.x[rows])
-    return Piece(x, split.y[rows], real, client.flatten(), share.flatten())
+    return Piece(x, split.y[rows], real, place.flatten(), share.flatten())
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -154,7 +155,7 @@ def per_client(run: Run, value: Tensor | float) -> Tensor:
     """A coefficient as one number per client; made on the device, since a captured round cannot
     fetch numbers from the host."""
     if isinstance(value, Tensor):
-        return value.double().expand(run.clients)
+        return value.double().expand_as(run.share)
     return torch.full_like(run.share, value)
 
 
@@ -169,13 +170,16 @@ def observed_losses(run: Run, state: State, method: Method, on_batch: Tensor | N
     """The f_i(x^t) that the method works with: on this round's batch, or on all training data."""
     if on_batch is not None and takes_batch_losses(run, method):
         return on_batch
-    return client_losses(run.task, state.x, state.buffers, run.federation.train, run.piece)
+    task, split = run.task, run.federation.train
+    if run.cohort.everyone:
+        return client_losses(task, state.x, state.buffers, split, run.piece)
+    return losses_of_some(task, state.x, state.buffers, split, run.cohort, run.piece)
 
 
 def pooled_round(run: Run, state: State, t: int) -> Outcome:
-    method = run.method.at_round(t)
+    run, method = run.of_round(t), run.method.at_round(t)
     ahead = [run.share] * (1 + run.method.reports_gradient) if method.is_blind else None
-    forward = PooledPass(run, state, run.schedule.round(t), ahead, later=True)
+    forward = PooledPass(run, state, run.cohort.round(t), ahead, later=True)
     loss = observed_losses(run, state, method, forward.loss)
     weights, memory = method.weigh(state.memory, Replies(loss, run.share, run.ids, run.clients))
     mean_loss = run.share @ loss
@@ -189,7 +193,7 @@ def pooled_round(run: Run, state: State, t: int) -> Outcome:
     direction, *mean_gradient = forward.totals or forward.gradients(wanted)
     if state.mean_gradient is not None and not method.probes:
         direction = add(direction, state.mean_gradient, spill.to(run.dtype))
-    return Outcome(
+    outcome = Outcome(
         update=scale(direction, run.lr),
         buffers=forward.buffers,
         memory=memory,
@@ -199,3 +203,4 @@ def pooled_round(run: Run, state: State, t: int) -> Outcome:
         mean_gradient=mean_gradient[0] if run.method.reports_gradient else None,
         ascended=(own < 0).double().mean(),
     )
+    return outcome if run.drawn is None else outcome.among(run.ids, run.clients)

@@ -6,14 +6,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor, nn
 
-from fairvar.engine.batches import BlockLayout, Schedule
+from fairvar.engine.batches import BlockLayout, Cohort, Schedule
 from fairvar.engine.dual import Dual, dual_of
 from fairvar.engine.linear_steps import StepPlan
 from fairvar.engine.participation import Participation
@@ -47,12 +47,29 @@ class Run:
     block: int  # samples per block of the blocked path
     participation: Participation
     precision: str  # of products inside the model
-    share: Float64[Tensor, " n"]
-    ids: Int64[Tensor, " n"]
+    share: Float64[Tensor, " m"]  # of all clients, or of those in `drawn`
+    ids: Int64[Tensor, " m"]
+    drawn: Cohort | None = None  # who takes part in a round; None: all
 
     @property
     def clients(self) -> int:
+        """All of the federation, present or not."""
         return self.federation.clients
+
+    @property
+    def cohort(self) -> Cohort:
+        return self.schedule.everyone if self.drawn is None else self.drawn
+
+    def of_round(self, t: int) -> Run:
+        """The same run with the clients of round t only: `share`, `ids` and `cohort` are theirs."""
+        who = self.participation
+        if who.everyone:
+            return self
+        asked = who.of_round(t) if who.live is None else who.live
+        known = asked.tolist() if who.live is None else None
+        cohort = Cohort(self.schedule, asked.to(self.device), known)
+        share = self.method.share(cohort.counts)
+        return replace(self, share=share, ids=cohort.ids, drawn=cohort)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,7 +83,13 @@ class Run:
     def few_shapes(self) -> bool:
         """A GPU may try its kernels. Not with ragged clients, where every step has another shape:
         73 steps took 50 s to try on an H200."""
-        return len(set(self.schedule.steps)) <= MOST_SHAPES
+        return self.shapes_stay and len(set(self.schedule.steps)) <= MOST_SHAPES
+
+    @property
+    def shapes_stay(self) -> bool:
+        """Every round has the same shapes, whoever takes part in it."""
+        alike = self.schedule.even and len(set(self.schedule.steps)) == 1
+        return self.participation.everyone or alike
 
     @property
     def blocks_at_once(self) -> int | None:
@@ -75,7 +98,7 @@ class Run:
 
     @cached_property
     def layout(self) -> BlockLayout:
-        return self.schedule.blocks(self.block)
+        return self.cohort.blocks(self.block)
 
     @cached_property
     def dual(self) -> Dual:
@@ -87,11 +110,12 @@ class Run:
         return StepPlan(self.schedule, self.dual.groups, self.dual.train.layout)
 
     def chunks(self) -> list[tuple[int, int]]:
-        """Ranges of places in `schedule.order`, cut at whole tiles; the last takes the rest."""
-        cuts = list(range(0, self.clients, self.chunk))
-        if len(cuts) > 1 and self.clients - cuts[-1] < TILE:
+        """Ranges of `cohort.order`, cut at whole tiles; the last takes the rest."""
+        present = len(self.ids)
+        cuts = list(range(0, present, self.chunk))
+        if len(cuts) > 1 and present - cuts[-1] < TILE:
             cuts.pop()
-        return list(zip(cuts, [*cuts[1:], self.clients], strict=True))
+        return list(zip(cuts, [*cuts[1:], present], strict=True))
 
 
 @contextmanager
@@ -173,11 +197,11 @@ def block_width(task: Task, x: Tensor, lengths: list[int]) -> int:
     return min(widths, key=cost)
 
 
-def fits_blocked(task: Task, x: Tensor, lengths: list[int], width: int, clients: int) -> bool:
+def fits_blocked(task: Task, x: Tensor, lengths: list[int], width: int) -> bool:
     """Whether all block gradients may be held at once. A fixed limit: it decides the last bits."""
     blocks = sum(-(-length // width) for length in lengths)
     activations = 6 * blocks * width * activation_floats(task, x)
-    floats = 3 * (blocks + clients) * size(task.params) + activations
+    floats = 3 * (blocks + len(lengths)) * size(task.params) + activations
     return floats * _itemsize(task.params) <= 2 * _graph_budget(x)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,9 +69,35 @@ class Outcome:
     ascended: Tensor  # share of clients whose own gradient had a negative factor
     answered: Tensor | None = None  # ids of those that took part; None: all
 
-    def is_finite(self) -> bool:
+    def among(self, ids: Tensor, clients: int) -> Outcome:
+        """An outcome over the clients `ids` as one over all `clients`, present or not."""
+        return replace(
+            self,
+            loss=_placed(self.loss, ids, clients, torch.nan),
+            weights=_placed(self.weights, ids, clients, 0.0),
+            answered=ids,
+        )
+
+    @property
+    def fine(self) -> Tensor:
+        """Whether all losses that were seen are finite, on the device."""
         seen = self.loss if self.answered is None else self.loss[self.answered]
-        return bool(torch.isfinite(seen).all())
+        return torch.isfinite(seen).all()
+
+    def is_finite(self) -> bool:
+        return bool(self.fine)
+
+
+def _placed(values: Tensor, ids: Tensor, clients: int, absent: float) -> Tensor:
+    """Values of some clients at their places among all."""
+    return torch.full((clients,), absent, dtype=values.dtype, device=values.device).index_copy(
+        0, ids, values
+    )
+
+
+def no_state(rounds: int) -> State:
+    """In the place of one that was not kept."""
+    return State(rounds, {}, {}, {}, torch.zeros((), dtype=torch.float64), None)
 
 
 def initial_state(method: Method, params: Tree, buffers: Tree, clients: int) -> State:

@@ -12,6 +12,7 @@ from fairvar.engine.losses import LossFunction, check_loss, resolve_loss
 from fairvar.errors import BadInput
 from fairvar.federation import Federation
 from fairvar.models import Problem, build, check_model
+from fairvar.models.check import tells_all
 from fairvar.models.norm import call, swap_batch_norm
 from fairvar.tree import Tree
 
@@ -57,6 +58,26 @@ class Task:
         return call(self.evaluating, params, buffers, x)[0]
 
 
+_FOUND: dict[object, list[Problem]] = {}
+
+
+def _problems(module: nn.Module, sample: Tensor) -> list[Problem]:
+    """`check_model` once for each kind of model: a sweep prepares the same one again and again."""
+    if not tells_all(module):
+        return check_model(module, sample)
+    trained = tuple(p.requires_grad for p in module.parameters())
+    key = (repr(module), trained, sample.shape, sample.dtype, sample.device)
+    if key not in _FOUND:
+        _FOUND[key] = check_model(module, sample)
+    return _FOUND[key]
+
+
+def _alone_problems(module: nn.Module, sample: Tensor) -> list[Problem]:
+    """Quicker, and then the model must never be given several clients at once."""
+    untried = Problem("was not tried on several clients at once", fatal=False)
+    return [*check_model(module, sample, together=False), untried]
+
+
 def make_task(
     model: nn.Module | str,
     federation: Federation,
@@ -76,9 +97,7 @@ def make_task(
     original = copy.deepcopy(model).to(x.device, dtype).train()
     function = resolve_loss(loss)
     sample = x[: min(len(x), 4)]
-    problems = check_model(original, sample, together=not alone)
-    if alone:
-        problems.append(Problem("was not tried on several clients at once", fatal=False))
+    problems = _alone_problems(original, sample) if alone else _problems(original, sample)
     fatal = [p for p in problems if p.fatal]
     if fatal:
         raise BadInput("the model cannot be trained: " + "; ".join(fatal))

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from fairvar.engine.captured import LATER, Recorded, acts_alike
+from fairvar.engine.captured import LATER, Recorded, acts_alike, tell_unrecorded
 from fairvar.engine.evaluate import Scores
 from fairvar.engine.linear import Group
 from fairvar.engine.linear_eval import Watched, shared_scores, watch_clients
@@ -104,14 +104,25 @@ class Lockstep:
     def going(self) -> Bool[Tensor, " runs"]:
         return self.diverged_at == GOING
 
+    def _repeat(self, t: int) -> bool:
+        """Round t as it was recorded; False if there is no recording, or none can be made."""
+        if self.recorded is None:
+            return False
+        self.names.copy_(torch.tensor([t + 1, *self.group.run.schedule.keys(t)]))
+        try:
+            self.recorded()
+        except RuntimeError as error:
+            if self.group.run.device.type != "cuda" or self.recorded.graph is not None:
+                raise
+            tell_unrecorded(error)
+            self.recorded = None
+        return self.recorded is not None
+
     def step(self, when: EvaluateSettings | None) -> None:
         """The next round; `when` if it is evaluated."""
         before, t = self.state, self.state.round
         alike = all(acts_alike(method, t) for method in self.group.methods)
-        if self.recorded is not None and when is None and alike:
-            keys = self.group.run.schedule.keys(t)
-            self.names.copy_(torch.tensor([t + 1, *keys]))
-            self.recorded()
+        if when is None and alike and self._repeat(t):
             self.state = replace(before, round=t + 1)
             self.traffic.append(self.traffic[-1] + self._traffic(t))
             return

@@ -93,8 +93,8 @@ def train(
     engine: "auto" picks the linear, pooled, blocked or vmapped path; "reference" is a plain loop.
     evaluate_every: evaluate all clients after every so many rounds, and after the last.
     clip_norm: cut each client's direction to this norm (off by default).
-    participation, participants: share or number of clients drawn for each round, by default all;
-    some of them only on the reference loop (`engine/participation.py` says what averages mean).
+    participation, participants: share or number of clients drawn for each round, by default all
+    (`engine/participation.py` says what averages then mean); some of them on every path but linear.
     chunk: clients per vectorised call, by default what fits in memory; results do not change.
     precision: "tf32" or "bfloat16" rounds the inputs of products in training to gain speed.
     capture: record a round once and repeat it; by default on CUDA, where launching costs most.
@@ -243,7 +243,8 @@ def prepare(
 
 def wants_capture(settings: TrainSettings, run: Run) -> bool:
     wanted = run.device.type == "cuda" if settings.capture is None else settings.capture
-    return wanted and not run.method.looks_at_values and acts_alike(run.method, LATER)
+    repeats = run.shapes_stay and acts_alike(run.method, LATER)
+    return wanted and repeats and not run.method.looks_at_values
 
 
 @lru_cache(maxsize=2)
@@ -258,10 +259,8 @@ def choose_path(run: Run, engine: str) -> str:
     method, task = run.method, run.task
     if engine == "reference":
         return "reference"
-    if not run.participation.everyone:
-        if engine == "auto":
-            return "reference"
-        raise BadInput(f'engine={engine!r} trains all clients; participation needs "reference"')
+    if engine == "linear" and not run.participation.everyone:
+        raise BadInput('engine="linear" trains all clients; to train some of them use "auto"')
     if task.loop_only:
         if engine == "auto":
             reasons = "; ".join(task.loop_only)
@@ -288,12 +287,12 @@ def choose_path(run: Run, engine: str) -> str:
         raise BadInput('engine="linear" is for linear models with a known loss; use "auto"')
     if engine != "auto":
         return engine
-    if affine and (not found or grams_pay(run)):
+    if affine and run.participation.everyone and (not found or grams_pay(run)):
         return "linear"
     if not found:
         return "pooled"
-    x, lengths = run.federation.train.x, run.schedule.lengths
-    fits = blockable and fits_blocked(task, x, lengths, run.block, run.clients)
+    x, lengths = run.federation.train.x, run.participation.largest(run.schedule.lengths)
+    fits = blockable and fits_blocked(task, x, lengths, run.block)
     return "blocked" if fits else "vmapped"
 
 
@@ -339,6 +338,9 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
     )
     if method.only_one_step and not schedule.one_step:
         raise BadInput(f"{method.label} in this form takes one local step; set local_steps = 1")
+    who = Participation.build(
+        data.clients, settings.seed, settings.participation, settings.participants
+    )
     x = data.train.x
     fitting = settings.chunk or chunk_for_memory(task, x, schedule.width, method.uses_curvature)
     return Run(
@@ -348,12 +350,10 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
         schedule=schedule,
         lr=settings.lr,
         clip_norm=settings.clip_norm,
-        participation=Participation.build(
-            data.clients, settings.seed, settings.participation, settings.participants
-        ),
+        participation=who,
         chunk=whole_tiles(fitting),
         piece=pooled_piece(task, x),
-        graphs_fit=graphs_fit(task, x, sum(schedule.lengths)),
+        graphs_fit=graphs_fit(task, x, sum(who.largest(schedule.lengths))),
         block=block_width(task, x, schedule.lengths),
         precision=settings.precision,
         share=method.share(data.sizes).to(x.device),

@@ -56,7 +56,7 @@ class Sent:
     method: Method
     mean_loss: Tensor
     mean_gradient: Tree | None
-    full_loss: Tensor | None  # per client, where the method uses f_i on all data
+    full_loss: Tensor | None  # by place, where the method uses f_i on all data
 
 
 @dataclass
@@ -86,11 +86,11 @@ def _weighted(weights: Tensor, leaf: Tensor) -> Tensor:
 
 
 def vmapped_round(run: Run, state: State, t: int, observe: Observer | None = None) -> Outcome:
-    method, batches = run.method.at_round(t), run.schedule.round(t)
+    run, method = run.of_round(t), run.method.at_round(t)
+    batches = run.cohort.round(t)
     sent, loss_before = _receive(run, state, method, batches)
-    n = run.clients
     loss = loss_before if loss_before is not None else torch.zeros_like(run.share)
-    weights, memory = method.weigh(state.memory, Replies(loss, run.share, run.ids, n))
+    weights, memory = method.weigh(state.memory, Replies(loss, run.share, run.ids, run.clients))
 
     sums = TileSums()
     norms, own, batch_loss = (torch.zeros_like(run.share) for _ in range(3))
@@ -98,20 +98,20 @@ def vmapped_round(run: Run, state: State, t: int, observe: Observer | None = Non
         trained = train_clients(run, state, sent, batches, chunk)
         if observe is not None:
             observe(trained)
-        ids = trained.ids
-        update = tree_map(lambda x, xi: x - xi, expand(state.x, len(ids)), trained.params)
-        sums.add("update", weights[ids], update)
+        places = run.cohort.order_on_device[slice(*chunk)]
+        update = tree_map(lambda x, xi: x - xi, expand(state.x, len(places)), trained.params)
+        sums.add("update", weights[places], update)
         if run.method.reports_gradient:
-            sums.add("gradient", run.share[ids], trained.gradient)
-        sums.add("buffers", run.share[ids], trained.buffers)
-        norms[ids] = client_norms(update)
-        own[ids], batch_loss[ids] = trained.own.double(), trained.loss.double()
+            sums.add("gradient", run.share[places], trained.gradient)
+        sums.add("buffers", run.share[places], trained.buffers)
+        norms[places] = client_norms(update)
+        own[places], batch_loss[places] = trained.own.double(), trained.loss.double()
 
     loss = sent.full_loss if sent.full_loss is not None else batch_loss
-    replies = Replies(loss, run.share, run.ids, n)
+    replies = Replies(loss, run.share, run.ids, run.clients)
     normaliser = method.normaliser(replies, norms, run.lr)
     buffers = {k: sums.trees["buffers"][k].to(v.dtype) for k, v in state.buffers.items()}
-    return Outcome(
+    outcome = Outcome(
         update=divide(sums.trees["update"], normaliser),
         buffers=buffers,
         memory=memory,
@@ -121,6 +121,7 @@ def vmapped_round(run: Run, state: State, t: int, observe: Observer | None = Non
         mean_gradient=sums.trees.get("gradient"),
         ascended=(own < 0).double().mean(),
     )
+    return outcome if run.drawn is None else outcome.among(run.ids, run.clients)
 
 
 def _receive(
@@ -145,28 +146,26 @@ def _receive(
 def train_clients(
     run: Run, state: State, sent: Sent, batches: RoundBatches, chunk: tuple[int, int]
 ) -> Trained:
-    """All local steps of the clients in these places of the order."""
-    first, last = chunk
-    clients = run.schedule.order[first:last]
-    steps = [run.schedule.steps[i] for i in clients]
-    ids = run.schedule.constants.order[first:last]
-    split = run.federation.train
+    """All local steps of the clients in this part of the cohort's order."""
+    cohort, split = run.cohort, run.federation.train
+    order, places = cohort.order[slice(*chunk)], cohort.order_on_device[slice(*chunk)]
+    steps = [cohort.steps[place] for place in order]
 
     def step(number: int, some: slice, params: Tree, buffers: Tree, shared: bool) -> _Step:
-        rows, mask = batches.rows(number, ids[some])
-        real = mask if run.schedule.pads(number, clients[some]) else None
-        full = None if sent.full_loss is None else sent.full_loss[ids[some]].to(run.dtype)
+        rows, mask = batches.rows(number, places[some])
+        real = mask if cohort.pads(number, order[some]) else None
+        full = None if sent.full_loss is None else sent.full_loss[places[some]].to(run.dtype)
         own = None if shared else 0
         axes = (own, own, 0, 0, *(None if v is None else 0 for v in (real, full)))
         together = vmap(_client_step(run, sent), in_dims=axes)
         return together(params, buffers, split.x[rows], split.y[rows], real, full)
 
-    start = step(0, slice(0, len(ids)), state.x, state.buffers, True)
-    x = expand(state.x, len(ids))
+    start = step(0, slice(0, len(order)), state.x, state.buffers, True)
+    x = expand(state.x, len(order))
     models = Prefix(tree_map(lambda at, d: at - run.lr * d, x, start.direction), start.buffers)
     for number in range(1, steps[0]):
         models.shrink(sum(s > number for s in steps))
-        calls = _calls(models.active, len(ids), run.device)
+        calls = _calls(models.active, len(order), run.device)
         parts = [(some, *models.part(some)) for some in calls]
         made = [step(number, some, params, buffers, False) for some, params, buffers in parts]
         moved = [
@@ -174,7 +173,7 @@ def train_clients(
             for (_, params, _), one in zip(parts, made, strict=True)
         ]
         models.replace(moved)
-    return Trained(ids, *models.whole(), start.loss, start.gradient, start.own)
+    return Trained(run.ids[places], *models.whole(), start.loss, start.gradient, start.own)
 
 
 class Prefix:

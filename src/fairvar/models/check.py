@@ -70,6 +70,12 @@ def check_model(
     return [*problems, *wrong]
 
 
+def tells_all(module: nn.Module) -> bool:
+    """Torch's and our own layers say all about themselves when printed."""
+    ours = ("torch.nn.", "fairvar.models.")
+    return all(type(m).__module__.startswith(ours) for m in module.modules())
+
+
 def _parameter_problems(module: nn.Module) -> Iterator[Problem]:
     if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         yield Problem("has lazy layers without parameters yet: run one batch through it first")

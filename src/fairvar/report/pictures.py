@@ -9,8 +9,9 @@ import numpy as np
 
 from fairvar.report import figures
 from fairvar.report.front import Point, front
-from fairvar.report.results import Result, Trial, noise_floor
+from fairvar.report.results import Result, noise_floor
 from fairvar.report.table import mean_and_standard_error
+from fairvar.report.trial import Trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,10 +33,10 @@ def front_figure(
 def _points(trials: Sequence[Trial], results: Sequence[Result], model: str) -> Iterator[Point]:
     for trial in trials:
         if not trial.diverged:
-            yield _point(trial, -1, model, chosen=False)
+            yield Point(trial.label, *trial.summary.last[model], chosen=False)
     for result in results:
         if result.at is not None:
-            yield _point(result.trial, result.at, model, chosen=True)
+            yield _point(result.trial, result.at, model)
 
 
 def curves_figure(results: Sequence[Result], model: str = "global") -> Figure:
@@ -56,7 +57,7 @@ def weights_figure(result: Result) -> Figure:
     return figures.weights_over_rounds(history.weights.numpy(), f"{result.label}, weights")
 
 
-def _point(trial: Trial, at: int, model: str, chosen: bool) -> Point:
+def _point(trial: Trial, at: int, model: str) -> Point:
     found = trial.test(model, at)
     accuracy = mean_and_standard_error(f.mean for f in found)
     variance = mean_and_standard_error(f.variance_over_clients for f in found)
@@ -64,7 +65,7 @@ def _point(trial: Trial, at: int, model: str, chosen: bool) -> Point:
         trial.label,
         accuracy.value,
         variance.value,
-        chosen,
+        True,
         accuracy.standard_error,
         variance.standard_error,
     )

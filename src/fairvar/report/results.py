@@ -9,57 +9,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from fairvar.history import History
-from fairvar.methods.base import Method
-from fairvar.metrics import Fairness, variance_in_units
+from fairvar.metrics import variance_in_units
 from fairvar.report.paired import compare
 from fairvar.report.paper import Printed
 from fairvar.report.table import Column, Estimate, Row, Table, mean_and_standard_error
-from fairvar.select import Choice, Criterion, Validation, best
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One configuration of one method, trained with every seed."""
-
-    method: Method
-    lr: float
-    histories: Sequence[History]
-
-    @property
-    def label(self) -> str:
-        return self.method.label
-
-    @property
-    def knob(self) -> tuple[str, Any] | None:
-        """The method's fairness hyper-parameter and its value."""
-        name = self.method.fairness_knob
-        return None if name is None else (name, getattr(self.method, name))
-
-    @property
-    def diverged(self) -> bool:
-        return any(h.diverged_at is not None for h in self.histories)
-
-    def validation(self, model: str) -> Validation:
-        """The part of the trial that selection may see."""
-        strength = self.knob[1] if self.knob and isinstance(self.knob[1], float) else 0.0
-        if self.diverged:
-            return Validation((), None, strength)
-        accuracy = np.stack([h.accuracy["valid", model].numpy() for h in self.histories])
-        return Validation(self.histories[0].evaluated.tolist(), accuracy, strength)
-
-    def test(self, model: str, at: int) -> list[Fairness]:
-        """Test fairness of every seed at one evaluated round."""
-        return [h.fairness("test", model, at) for h in self.histories]
-
-    def describe(self, at: int | None = None) -> str:
-        parts = [f"lr {self.lr:g}"]
-        if self.knob is not None:
-            name, value = self.knob
-            parts.append(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}")
-        if at is not None:
-            parts.append(f"round {int(self.histories[0].evaluated[at])}")
-        return ", ".join(parts)
+from fairvar.report.trial import Trial
+from fairvar.select import Choice, Criterion, best
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from rich.table import Table as RichTable
 from fairvar.catalogue import catalogue
 from fairvar.federation import Federation
 from fairvar.theory import Claim
+from fairvar.verify import ACCURACY_TOLERANCE, LOSS_TOLERANCE, Agreement
 
 
 def facts_table(facts: Mapping[str, Any], title: str | None = None) -> RichTable:
@@ -44,6 +45,30 @@ def run_table(folder: Path, manifest: Mapping[str, Any]) -> RichTable:
             *(f"{100 * scores[k]:.3f}" for k in ("variance_over_clients", "noise_floor",
                                                  "corrected_variance")),
             f"{100 * scores['worst_10_percent']:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def agreement_table(found: Sequence[Agreement], seed: int) -> RichTable:
+    """Runs beside their first rounds run again."""
+    table = RichTable(
+        title=f"Run again on this machine, drawn with seed {seed}",
+        caption="largest differences: mean accuracy over clients (points), share of all answers, "
+        f"training loss of a client. Tolerance: {100 * ACCURACY_TOLERANCE:g} points and "
+        f"{LOSS_TOLERANCE:.0%} of the loss",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for head in ("run", "made on", "rounds", "accuracy", "answers", "loss", ""):
+        table.add_column(head, justify="left" if head in ("run", "made on", "") else "right")
+    for each in found:
+        told = each.to_dict()
+        alpha = "" if told["alpha"] is None else f"alpha {told['alpha']:g}, "
+        name = f"{told['method']}, {told['protocol']}, {alpha}lr {told['lr']:g}"
+        table.add_row(
+            f"{name}, seed {told['seed']}", str(told["made_on"]), str(each.rounds),
+            f"{100 * each.accuracy:.3f}", f"{each.answers:.2%}", f"{each.loss:.2%}",
+            "agrees" if each.holds else "DIFFERS",
         )  # fmt: skip
     return table
 

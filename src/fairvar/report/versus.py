@@ -50,15 +50,14 @@ def side(text: str, model: str | None) -> Side:
     result = found[label]
     if result.at is None:
         raise BadInput(f"every configuration of {label} diverged; there is nothing to compare")
-    which = model or group.config.select.model
-    histories = result.trial.histories
+    which = model or group.criterion.model
     return Side(
         f"{label} ({result.trial.describe(result.at)})",
         which,
-        str(group.runs[0].manifest["passport"].get("sha256")),
+        str(group.passport.get("sha256")),
         result.seed_accuracy(which),
         result.samples(),
-        [int(h.birth["seed"]) for h in histories],
+        result.trial.seeds,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fairvar.experiment import recorded_federation, start_note
+from fairvar.experiment import start_note
 from fairvar.report.gather import Group
 from fairvar.report.look import save
 from fairvar.report.page import Page, PageFigure, Section, figure_svg, write_page
@@ -49,12 +49,13 @@ def group_name(group: Group) -> str:
 
 
 def group_table(group: Group) -> Table:
-    config, primary = group.config, group.config.select.model
+    config, primary = group.config, group.criterion.model
     work = f"{config.train.local_epochs} local epoch" if config.train.local_epochs else (
         f"{config.train.local_steps} local step")  # fmt: skip
     batch = "all samples" if config.train.batch_size is None else f"{config.train.batch_size}"
     heterogeneity = "" if group.alpha is None else f", Dirichlet {group.alpha:g}"
-    seeds = sorted({run.config.train.seed for run in group.runs})
+    births = group.births
+    seeds = sorted({int(birth["seed"]) for birth in births})
     cells = {r.label: printed(group.dataset, group.alpha, r.label) for r in group.results}
     return result_table(
         group.results,
@@ -62,7 +63,7 @@ def group_table(group: Group) -> Table:
         [
             f"Protocol {config.protocol}: {work} per round, batch {batch}, "
             f"{config.train.rounds} rounds; the table is about the {primary} model.",
-            f"Seeds {', '.join(map(str, seeds))}; {len(group.runs)} runs. ± is the standard error "
+            f"Seeds {', '.join(map(str, seeds))}; {len(births)} runs. ± is the standard error "
             "over seeds. Chosen on validation data, reported on test data.",
             f"Noise floor of the variance ×100: {100 * noise_floor(group.results, primary):.3f}.",
             "Bold: ahead of every other method by more than the paired 95 % interval.",
@@ -95,7 +96,7 @@ def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[T
 
 
 def _figures(group: Group) -> Iterable[tuple[str, Any]]:
-    primary = group.config.select.model
+    primary = group.criterion.model
     alive = [r for r in group.results if r.at is not None]
     if alive:
         yield "client_accuracies", accuracy_figure(alive, primary)
@@ -104,10 +105,9 @@ def _figures(group: Group) -> Iterable[tuple[str, Any]]:
     weighted = [r for r in alive if r.trial.method.uses_losses]
     if weighted:
         yield "weights", weights_figure(weighted[0])
-    held = recorded_federation(group.runs[0])
-    if held is not None:
-        counts = np.array(held["class_counts"])
-        yield "partition", partition_figure(group.dataset, counts, held)
+    if group.federation is not None:
+        counts = np.array(group.federation["class_counts"])
+        yield "partition", partition_figure(group.dataset, counts, group.federation)
 
 
 def _section(group: Group, table: Table, figures: Sequence[PageFigure]) -> Section:
@@ -125,13 +125,13 @@ def _section(group: Group, table: Table, figures: Sequence[PageFigure]) -> Secti
 
 
 def _subtitle(groups: Sequence[Group]) -> str:
-    runs = sum(len(g.runs) for g in groups)
+    runs = sum(len(g.births) for g in groups)
     return f"{runs} runs on {len(groups)} federation{'s' if len(groups) != 1 else ''}"
 
 
 def _birth(groups: Sequence[Group]) -> dict[str, str]:
     """What the results were made with, over all runs."""
-    births = [run.manifest["birth"] for g in groups for run in g.runs]
+    births = [birth for g in groups for birth in g.births]
 
     def values(key: str) -> str:
         return ", ".join(sorted({str(b[key]) for b in births}))

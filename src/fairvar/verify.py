@@ -1,0 +1,128 @@
+"""Checking stored results: are the files as they were written, and do they come out again?
+
+A run from a GPU does not come out bit by bit on a CPU: sums are taken in another order, and a
+network's training then drifts apart. So a few first rounds are run again and compared within a
+tolerance, in the measures that reports use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from fairvar import rng
+from fairvar.engine.train import run_rounds
+from fairvar.errors import BadInput
+from fairvar.experiment import StoredRun, federation_of, model_of
+from fairvar.history import History
+from fairvar.report.condensed import Condensed, unpacked
+from fairvar.report.gather import stored_runs
+from fairvar.store import verify
+
+ACCURACY_TOLERANCE = 0.005  # of the mean over clients, as a fraction
+LOSS_TOLERANCE = 0.02  # relative, of every client's training loss; stored losses have three digits
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A stored run beside its first rounds run again."""
+
+    run: StoredRun
+    rounds: int
+    accuracy: float  # largest difference of a mean accuracy over clients
+    answers: float  # largest share of answers, of all clients together, that came out otherwise
+    loss: float  # largest relative difference of a client's training loss
+
+    @property
+    def holds(self) -> bool:
+        return self.accuracy <= ACCURACY_TOLERANCE and self.loss <= LOSS_TOLERANCE
+
+    def to_dict(self) -> dict[str, Any]:
+        config = self.run.config
+        return {
+            "run": self.run.folder.name,
+            "method": config.method.label,
+            "dataset": config.data.name,
+            "protocol": config.protocol,
+            "alpha": getattr(config.partition, "alpha", None),
+            "lr": config.train.lr,
+            "seed": config.train.seed,
+            "made_on": self.run.manifest["birth"].get("device"),
+            "rounds": self.rounds,
+            "accuracy_difference": self.accuracy,
+            "answers_that_differ": self.answers,
+            "loss_difference": self.loss,
+            "holds": self.holds,
+        }
+
+
+def check_files(folder: Path) -> int:
+    """Check every file of every run against its seal; the number of runs and summaries."""
+    runs = stored_runs(folder)
+    for run in runs:
+        verify(run.folder)
+        run.history()
+    summaries = list(Condensed.all_in(unpacked(folder)))
+    for summary in summaries:
+        summary.summary()
+    return len(runs) + len(summaries)
+
+
+def draw(runs: Sequence[StoredRun], number: int, seed: int) -> list[StoredRun]:
+    """Some of the runs that have something to compare, at random."""
+    alive = [run for run in runs if run.manifest["diverged_at"] is None]
+    if not alive:
+        raise BadInput("every run diverged: there is nothing to run again")
+    chosen = rng.stream(seed, "verify").permutation(len(alive))[:number]
+    return [alive[i] for i in sorted(chosen)]
+
+
+def rerun(
+    run: StoredRun,
+    evaluations: int,
+    device: str = "cpu",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Agreement:
+    """Run the rounds up to the given number of evaluations again, and compare."""
+    stored, config = run.history(), run.config
+    evaluated = stored.evaluated[:evaluations]
+    if not len(evaluated):
+        raise BadInput(f"{run.folder.name} was never evaluated: there is nothing to compare")
+    settings = replace(config.train, rounds=int(evaluated[-1]), device=device)
+    federation = federation_of(config)
+    again = run_rounds(
+        model_of(config, federation),
+        federation,
+        config.method,
+        config.model.loss,
+        settings,
+        config.evaluate,
+        progress=progress,
+    )
+    return compared(run, stored, again)
+
+
+def compared(run: StoredRun, stored: History, again: History) -> Agreement:
+    """At the evaluated rounds that both have."""
+    rows = len(again.evaluated)
+    accuracy, answers = 0.0, 0.0
+    for key, table in again.accuracy.items():
+        gap = table - stored.accuracy[key][:rows]
+        samples = again.samples[key[0]].double()
+        accuracy = max(accuracy, float(gap.nanmean(1).abs().max()))
+        answers = max(answers, float((gap.abs() * samples).nansum(1).max() / samples.sum()))
+    seen = torch.isin(again.observed + 1, again.evaluated)
+    loss = _relative(again.loss[seen], stored.loss[:rows])
+    return Agreement(run, again.rounds, accuracy, answers, loss)
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    gap = (a - b).abs() / b.abs().clamp_min(1e-3)
+    measured = gap[torch.isfinite(gap)]
+    return float(measured.max()) if len(measured) else 0.0
