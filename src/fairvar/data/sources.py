@@ -93,7 +93,7 @@ def load(
     raw = read_through_cache(name, layout, paths)
     source = SOURCES[name]
     _check_not_another(name, raw)
-    if classes is None and len(np.unique(raw.y)) < 2:
+    if name == "npz" and classes is None and len(np.unique(raw.y)) < 2:
         raise BadInput(f"all labels of {paths[0].name} are {raw.y[:1].tolist()}; it takes two "
                        "classes")  # fmt: skip
     if raw.train == len(raw.y) and pool:
