@@ -8,8 +8,8 @@ READY := $(VENV)/.ready
 .PHONY: help demo test deploy fast check bench clean
 help:
 	@echo "make demo   set up and run all methods on embedded data (about a minute)"
-	@echo "make test   set up and run all tests"
-	@echo "make deploy  tests that start Flower's own processes (SuperLink, SuperNodes), ten minutes"
+	@echo "make test   set up and run all tests, deployments on Flower too"
+	@echo "make deploy the deployments, docs/deploy.md command by command and, with ray, simulations"
 	@echo "make fast   the quick tests only"
 	@echo "make check  format, lint, types"
 	@echo "make bench  speed against a plain client loop, as ratios"
@@ -28,9 +28,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/pytest -n auto -m "not deployment"
+	$(BIN)/pytest -m "deployment and not long" tests/flower
 
 deploy: $(READY)
-	$(BIN)/pytest -m deployment
+	$(BIN)/pytest -m deployment tests/flower
 
 fast: $(READY)
 	$(BIN)/pytest -n auto -m "not slow and not deployment"

@@ -118,6 +118,46 @@ def test_a_killed_server_goes_on_from_its_last_round(method: fv.Method) -> None:
     assert torch.equal(rest.weights, whole.weights)
 
 
+def test_a_resumed_run_has_one_record() -> None:
+    """What was refused, who took part and who has how many samples, also from before the kill."""
+    agreed = agreement(fv.AFL(step=1.0), data(), rounds=4)  # evaluated after rounds two and four
+    rules, clients = FederationSettings(), local_clients(agreed, data())
+    saved: dict[int, bytes] = {}
+
+    def keep(done: int, make: object) -> None:
+        saved[done] = pack_checkpoint(make())  # type: ignore[operator]
+
+    def fault(request: Message, reply: Message) -> Sequence[Message]:
+        """Client 1 is lost in round 0, client 4 from round 2 on."""
+        t, client = request.stamp.round, request.client
+        gone = (client == 1 and t == 0) or (client == 4 and t >= 2)
+        return [] if gone and request.stamp.exchange == "train" else [reply]
+
+    whole = federate(agreed, rules, LocalTransport(clients, fault), keep=keep)
+    assert len(whole.refused) == 3
+    for done in (2, 4):  # 4: killed before the finished run was stored
+        start = unpack_checkpoint(saved[done])
+        there = [c for c in clients if c.number != 4]
+        rest = federate(agreed, rules, LocalTransport(there, fault), start)
+        lost = [r for r in whole.refused if r.round < done]
+        assert rest.refused == lost
+        assert rest.history.birth["refused"] == {"no reply": len(lost)}
+        assert [n.clients for n in rest.notes.rounds] == [n.clients for n in whole.notes.rounds]
+        assert torch.equal(rest.history.samples["train"], whole.history.samples["train"])
+
+
+def test_a_weight_that_is_cut_is_recorded() -> None:
+    """AFL with a long step wants to give nearly all weight to the worst-off client."""
+    cut = run(fv.AFL(step=100.0), data(), rounds=2)
+    first = cut.notes.rounds[0]
+    assert first.limited == [int(cut.history.weights[0].argmax())]
+    assert float(cut.history.weights[0].max()) == pytest.approx(0.5)
+    assert cut.history.birth["weight_capped_rounds"] == 2
+    free = run(fv.AFL(step=100.0), data(), rounds=2, rules={"weight_cap": 1.0})
+    assert [note.limited for note in free.notes.rounds] == [[], []]
+    assert float(free.history.weights[0].max()) > 0.9
+
+
 def test_too_few_clients_end_the_run() -> None:
     with pytest.raises(fv.RunFailed, match="5 clients are there, 6 are needed"):
         run(fv.FedAvg(), data(), rules={"min_replies": 6, "repeats": 0})

@@ -6,6 +6,7 @@ one batch has them in another order than in the engine, and sums may differ in t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from federations import digits, reference, run
 
 import fairvar as fv
 from checks import METHODS, MODELS, OPTIONS, distance, images
+from fairvar.federated.messages import Message
 
 TOLERANCE = 1e-12
 WORK: dict[str, dict] = {
@@ -66,6 +68,31 @@ def test_batch_norm(method: fv.Method) -> None:
     found = run(method, data, model=MODELS["batch_norm"], **work).history
     expected = reference(method, data, MODELS["batch_norm"], **work)
     assert max(gaps(found, expected, method).values()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("model", ["multinomial", "batch_norm"])
+def test_collapsed_fairloss_takes_one_exchange(model: str, clip_norm: float | None) -> None:
+    """The server takes the step itself: equal bit by bit. In evaluated rounds clients also train,
+    since nobody else can score their own models."""
+    method = fv.FairLoss(0.5, exact=True, collapsed=True)
+    data = digits() if model == "multinomial" else images(4, sizes=(3, 13))
+    module = MODELS.get(model, model)
+    seen: list[tuple[int, str]] = []
+
+    def listens(request: Message, reply: Message) -> Sequence[Message]:
+        if request.client == 1:
+            seen.append((request.stamp.round, request.stamp.exchange))
+        return [reply]
+
+    found = run(method, data, listens, module, clip_norm=clip_norm)
+    expected = reference(method, data, module, clip_norm=clip_norm)
+    for group in ("params", "buffers"):
+        for name, leaf in getattr(expected.state, group).items():
+            assert torch.equal(getattr(found.history.state, group)[name], leaf), name
+    assert max(gaps(found.history, expected, method).values()) <= TOLERANCE
+    assert [e for t, e in seen if t == 0] == ["probe"]  # evaluated after rounds two and three
+    assert [e for t, e in seen if t == 1] == ["probe", "train"]
 
 
 @pytest.mark.parametrize("method", METHODS + OPTIONS[3:4], ids=repr)

@@ -12,11 +12,11 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from deployment import ENVIRONMENT, free_ports
+from deployment import ENVIRONMENT, free_ports, kill_all_of
 
 from fairvar.experiment import StoredRun
 
-pytestmark = pytest.mark.deployment
+pytestmark = [pytest.mark.deployment, pytest.mark.long]
 PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
 
 
@@ -38,6 +38,7 @@ def test_every_command_works(tmp_path: Path) -> None:
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            kill_all_of(tmp_path / "flwr")
     text = (tmp_path / "page.log").read_text(errors="replace")
     assert code == 0, text[-3000:]
     folder = next(p for p in (tmp_path / "deployed").iterdir() if p.name.endswith("-flower"))

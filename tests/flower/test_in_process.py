@@ -7,6 +7,7 @@ with full batches, to the vectorised engine within 1e-10 relative.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,9 @@ import fairvar as fv
 from checks import METHODS, OPTIONS
 from fairvar.cli import main
 from fairvar.experiment import StoredRun, federation_of, model_of
-from fairvar.flower.server import run_on
+from fairvar.flower import grid, server
+from fairvar.flower.client import node_data
+from fairvar.flower.server import folder_of, run_on
 from fairvar.flower.setup import read_setup
 from fairvar.methods.base import Method
 
@@ -62,7 +65,10 @@ def expected(stored: StoredRun, engine: str = "reference", **more: object) -> fv
     return fv.train(model_of(config, data), data, config.method, **given)
 
 
-@pytest.mark.parametrize("method", METHODS + OPTIONS, ids=repr)
+COLLAPSED = fv.FairLoss(0.5, exact=True, collapsed=True)
+
+
+@pytest.mark.parametrize("method", [*METHODS, *OPTIONS, COLLAPSED], ids=repr)
 def test_reference_engine_and_flower_agree(method: fv.Method, tmp_path: Path) -> None:
     stored = run(run_config(method, tmp_path))
     assert stored.config.method == method
@@ -158,8 +164,8 @@ def test_nodes_with_their_own_files(tmp_path: Path) -> None:
         np.savez(places[i], x=x, y=(x.sum(1) > 0.3 * i).astype(np.int64))
     more: dict = {"data": "npz", "clients": 3, "input-shape": "6", "classes": 2, "rounds": 4}
     config = run_config(fv.FairLoss(0.5), tmp_path / "runs", **more)
-    grid = InProcessGrid(config, {7: 0, 8: 1, 9: 2}, data=places)
-    stored = StoredRun.open(run_on(grid, read_setup(config)))
+    nodes = InProcessGrid(config, {7: 0, 8: 1, 9: 2}, data=places)
+    stored = StoredRun.open(run_on(nodes, read_setup(config)))
     history = stored.history()
     assert stored.manifest["birth"]["refused"] == {}
     assert history.samples["train"].tolist() == [24, 32, 40]
@@ -168,11 +174,66 @@ def test_nodes_with_their_own_files(tmp_path: Path) -> None:
     assert (tmp_path / "report" / "index.html").exists()
 
 
+def test_a_node_with_a_single_class_takes_part(tmp_path: Path) -> None:
+    """Honest, and usual in skewed splits: the run says how many classes there are."""
+    places = {}
+    for i in range(2):
+        x = np.random.default_rng(i).standard_normal((20, 6)).astype(np.float32)
+        places[i] = str(tmp_path / f"ward{i}.npz")
+        np.savez(places[i], x=x, y=np.full(20, 2 * i))
+    more: dict = {"data": "npz", "clients": 2, "input-shape": "6", "classes": 3, "rounds": 2}
+    config = run_config(fv.AFL(), tmp_path / "runs", **more)
+    nodes = InProcessGrid(config, {7: 0, 8: 1}, data=places)
+    stored = StoredRun.open(run_on(nodes, read_setup(config)))
+    assert stored.manifest["birth"]["refused"] == {}
+    assert stored.history().samples["train"].tolist() == [16, 16]
+    few = run_config(fv.AFL(), tmp_path / "few", "federation.repeats=0", **more | {"classes": 2})
+    stored = StoredRun.open(run_on(InProcessGrid(few, {7: 0, 8: 1}, data=places), read_setup(few)))
+    rows = (stored.folder / "refused.csv").read_text()
+    assert "label 2 of sample 0 in x is outside 0 … 1" in rows
+
+
+def test_a_folder_that_lacks_classes_is_refused(tmp_path: Path) -> None:
+    """Its sub-folders are numbered by name: without all of them the numbers would be others'."""
+    image = pytest.importorskip("PIL.Image")
+    for kind in ("cat", "fox"):
+        (tmp_path / "images" / kind).mkdir(parents=True)
+        for k in range(4):
+            pixels = np.full((4, 4), 10 * k, dtype=np.uint8)
+            image.fromarray(pixels).save(tmp_path / "images" / kind / f"{k}.png")
+    more: dict = {"data": "folder", "clients": 1, "input-shape": "1,4,4", "rounds": 1}
+    for classes, complaint in ((2, ""), (3, "has 2 class sub-folders with images, the run 3")):
+        text = "federation.repeats=0"
+        config = run_config(fv.FedAvg(), tmp_path / "runs", text, **more, classes=classes)
+        nodes = InProcessGrid(config, {7: 0}, data={0: str(tmp_path / "images")})
+        if not complaint:
+            assert run_on(nodes, read_setup(config)).exists()
+            continue
+        with pytest.raises(fv.RunFailed, match="1 × error"):
+            run_on(nodes, read_setup(config))
+        with pytest.raises(fv.BadInput, match=complaint):
+            node_data(read_setup(config), 0, {"data": str(tmp_path / "images")})
+
+
+def test_another_model_is_another_run(tmp_path: Path) -> None:
+    """The app's own model is not in the configuration: an edited one must not find the old run."""
+    config = run_config(fv.FedAvg(), tmp_path)
+    wide, deep = (
+        read_setup(config, lambda m=m: torch.nn.Sequential(torch.nn.Flatten(), *m))
+        for m in ([torch.nn.Linear(64, 10)], [torch.nn.Linear(64, 64), torch.nn.Linear(64, 10)])
+    )
+    assert len({folder_of(s) for s in (wide, deep, read_setup(config))}) == 3
+    own: dict = {"data": "npz", "input-shape": "6"}
+    folders = {folder_of(read_setup(config | own | {"classes": n})) for n in (2, 3)}
+    assert len(folders) == 2
+
+
 def test_a_node_without_its_data_says_so(tmp_path: Path) -> None:
     more: dict = {"data": "npz", "clients": 1, "input-shape": "6", "classes": 2, "rounds": 1}
     config = run_config(fv.FedAvg(), tmp_path, "federation.repeats=0", **more)
     with pytest.raises(fv.RunFailed, match="1 × error"):
         run_on(InProcessGrid(config, {7: 0}), read_setup(config))
+    assert "1 × error" in (folder_of(read_setup(config)) / "failed.txt").read_text()
 
 
 def test_a_model_of_another_method_is_a_start(tmp_path: Path) -> None:
@@ -219,6 +280,85 @@ def test_a_killed_server_is_resumed(tmp_path: Path) -> None:
     for name, leaf in expected(stored, rounds=5).state.params.items():
         assert torch.equal(stored.history().state.params[name], leaf)
     assert stored.history().rounds == 5
+    assert not (stored.folder / "failed.txt").exists()
+
+
+def test_a_server_that_dies_before_it_stores_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(fv.AFL(), tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "store_run", _no_disk)
+        with pytest.raises(OSError, match="no space"):
+            run(config)
+    assert not (folder_of(read_setup(config)) / "manifest.json").exists()
+    again, whole = run(config), run(config | {"out": str(tmp_path / "whole")})
+    found, expected = again.history(), whole.history()
+    assert torch.equal(found.accuracy["test", "global"], expected.accuracy["test", "global"])
+    assert torch.equal(found.samples["test"], expected.samples["test"])
+
+
+def _no_disk(*_: object) -> None:
+    raise OSError("no space")
+
+
+def test_two_servers_never_write_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "SECONDS_FOR_ANOTHER", 0.1)
+    config = run_config(fv.FedAvg(), tmp_path)
+
+    def starts_another(node: int, reply: Message) -> Message:
+        with pytest.raises(fv.RunFailed, match="another server works on this run"):
+            run(config)
+        return reply
+
+    stored = run(config, starts_another)
+    assert stored.history().rounds == 3
+
+
+class Twice(InProcessGrid):
+    """Every reply comes twice at once."""
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        return 2 * super().pull_messages(message_ids)
+
+
+def test_a_reply_that_comes_twice_counts_once(tmp_path: Path) -> None:
+    config = run_config(fv.FedAvg(), tmp_path)
+    nodes = Twice(config, {10 + i: i for i in range(5)})
+    stored = StoredRun.open(run_on(nodes, read_setup(config)))
+    for name, leaf in expected(stored).state.params.items():
+        assert torch.equal(stored.history().state.params[name], leaf)
+
+
+class Meanwhile(InProcessGrid):
+    """Node 14 comes while the others' first training is under way."""
+
+    def get_node_ids(self) -> list[int]:
+        late = {} if self.trained else {14}
+        return [n for n in self.clients if n not in late]
+
+    trained = False
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        self.waits = 3  # looks without an answer
+        sent = list(messages)
+        self.trained |= any(m.metadata.message_type == "train" for m in sent)
+        return super().push_messages(sent)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        self.waits -= 1
+        return [] if self.waits > 0 else super().pull_messages(message_ids)
+
+
+def test_a_node_that_comes_during_a_round_is_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grid, "LOOK_ROUND", 0.0)
+    config = run_config(fv.FedAvg(), tmp_path, "federation.patience=1")
+    nodes = {10 + i: i for i in range(5)}
+    stored = StoredRun.open(run_on(Meanwhile(config, nodes), read_setup(config)))
+    rows = (stored.folder / "rounds.csv").read_text().splitlines()
+    assert rows == ["round,clients,limited", "0,0 1 2 3,", "1,0 1 2 3 4,", "2,0 1 2 3 4,"]
 
 
 def test_what_a_run_reveals(tmp_path: Path) -> None:

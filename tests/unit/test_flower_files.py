@@ -37,6 +37,13 @@ def test_names_that_flower_or_python_refuse(name: str, tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["class", "json", "fairvar", "torch"])
+def test_an_app_never_hides_a_module(name: str, tmp_path: Path) -> None:
+    with pytest.raises(fv.BadInput, match="means something else in Python"):
+        new_app(tmp_path / name)
+    assert not any(tmp_path.iterdir())
+
+
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["flower", "new", str(tmp_path / "my_app")])
     main(["flower", "keys", str(tmp_path / "keys"), "--nodes", "1", "--host", "localhost"])

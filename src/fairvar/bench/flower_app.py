@@ -22,6 +22,7 @@ from fairvar.engine.settings import TrainSettings
 from fairvar.engine.state import advance, initial_state
 from fairvar.federated.client import Client
 from fairvar.federated.local import only
+from fairvar.federated.notes import Notes
 from fairvar.federated.server import Server
 from fairvar.federated.settings import FederationSettings
 from fairvar.federation import Federation
@@ -57,13 +58,14 @@ def _serve(grid: Grid, context: Context) -> None:
     state = initial_state(method, params, dict(module.named_buffers()), case.clients)
     asks = Participation(case.clients, case.clients, 0)
     transport = GridTransport(grid, case.clients)
-    host = Server(method, case.clients, LR, asks, FederationSettings(), transport)
+    notes = Notes.reopen(None, case.clients)
+    host = Server(method, case.clients, LR, asks, FederationSettings(), transport, notes)
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(str(context.run_config["line"]))
         while line.recv(len(ROUND)):
             outcome, _ = host.round(state)
-            if host.refused:
-                raise RuntimeError(f"a round went wrong: {host.refused[0]}")
+            if host.notes.refused:
+                raise RuntimeError(f"a round went wrong: {host.notes.refused[0]}")
             # Always the same round: what it made is thrown away.
             advance(state, outcome)
             line.sendall(DONE)

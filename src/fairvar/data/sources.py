@@ -78,12 +78,24 @@ SOURCES: dict[str, Source] = {
 OWN = ("folder", "npz")
 
 
-def load(name: str, root: str | Path | None = None, *, pool: bool = False) -> Dataset:
-    """A data set by name: training and test part merged, or with the test part as the pool."""
+def load(
+    name: str,
+    root: str | Path | None = None,
+    *,
+    pool: bool = False,
+    classes: int | None = None,
+) -> Dataset:
+    """A data set by name: training and test part merged, or with the test part as the pool.
+
+    `classes`: how many there are, for a part of a set that need not hold all of them.
+    """
     layout, paths = locate(name, root)
     raw = read_through_cache(name, layout, paths)
     source = SOURCES[name]
     _check_not_another(name, raw)
+    if name == "npz" and classes is None and len(np.unique(raw.y)) < 2:
+        raise BadInput(f"all labels of {paths[0].name} are {raw.y[:1].tolist()}; it takes two "
+                       "classes")  # fmt: skip
     if raw.train == len(raw.y) and pool:
         raise BadInput(f"{name} at {paths[0]} has no test part to serve as pool; use holdout "
                        "'split' or 'auto'")  # fmt: skip
@@ -94,7 +106,7 @@ def load(name: str, root: str | Path | None = None, *, pool: bool = False) -> Da
                        "'pool'")  # fmt: skip
     scale = source.scale or (own_scale(raw.x[: raw.train]) if raw.x.dtype == np.uint8 else None)
     return Dataset(
-        name, raw.x[:cut], raw.y[:cut], raw.classes,
+        name, raw.x[:cut], raw.y[:cut], classes or raw.classes,
         pool_x=raw.x[cut:] if pool else None, pool_y=raw.y[cut:] if pool else None,
         groups=None if groups is None else groups[:cut],
         sha256=raw.sha256, provenance=_provenance(source, raw), scale=scale,

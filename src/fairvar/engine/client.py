@@ -7,6 +7,7 @@ that is computed by itself: in the reference loop and on the nodes of a real fed
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,14 @@ from fairvar.methods.base import Method
 from fairvar.tree import Tree, add, scale, squared_norm, subtract
 
 
+class Look(NamedTuple):
+    """What a client sees at x^t."""
+
+    loss: Tensor  # f_i
+    gradient: Tree  # ∇f_i
+    buffers: Tree  # after a pass in training mode over the batch
+
+
 def load(run: Run, params: Tree, buffers: Tree) -> nn.Module:
     """The model as the server sent it."""
     module = copy.deepcopy(run.task.original)
@@ -23,7 +32,7 @@ def load(run: Run, params: Tree, buffers: Tree) -> nn.Module:
     return module
 
 
-def probe(run: Run, method: Method, sent: nn.Module, t: int, client: int) -> tuple[Tensor, Tree]:
+def probe(run: Run, method: Method, sent: nn.Module, t: int, client: int) -> Look:
     """f_i and ∇f_i at x^t, on the round's first batch; f_i on all samples if the method says so."""
     x, y = _batches(run, t, client)[0]
     module = copy.deepcopy(sent)  # batch norm counts what it sees
@@ -32,7 +41,8 @@ def probe(run: Run, method: Method, sent: nn.Module, t: int, client: int) -> tup
     found = torch.autograd.grad(loss, list(named.values()))
     if method.loss_data == "full":
         loss = full_loss(run, sent, client)
-    return loss.detach().double(), dict(zip(named, found, strict=True))
+    gradient = dict(zip(named, found, strict=True))
+    return Look(loss.detach().double(), gradient, buffers_of(module))
 
 
 def full_loss(run: Run, sent: nn.Module, client: int) -> Tensor:
@@ -65,6 +75,17 @@ def train(
     return module, factors[0]
 
 
+def stepped(
+    method: Method, x: Tree, look: Look, a: Tensor, g: Tree, lr: float, clip_norm: float | None
+) -> Tree:
+    """x_i after one step, from what the client saw: as `train` makes it, where no curvature is
+    needed. So a server can take the step in the client's place."""
+    dtype = next(iter(x.values())).dtype
+    own, shared = method.coefficients(look.loss.to(dtype), a.to(dtype))
+    direction = _clipped(_direction(look.gradient, own, g, shared), clip_norm)
+    return {name: leaf - lr * direction[name] for name, leaf in x.items()}
+
+
 def params_of(run: Run, module: nn.Module) -> Tree:
     own = dict(module.named_parameters())
     return {name: own[name].detach() for name in run.task.params}
@@ -91,20 +112,28 @@ def _local_step(
     slopes = torch.autograd.grad(loss, list(named.values()), create_graph=graph)
     gradient = {k: s.detach() for k, s in zip(named, slopes, strict=True)}
     own, shared = method.coefficients(loss.detach() if fixed_loss is None else fixed_loss, a)
-    direction = scale(gradient, own)
-    if g is not None:
-        direction = add(direction, g, shared)
+    direction = _direction(gradient, own, g, shared)
     if graph:
         away = gradient if g is None else subtract(gradient, g)
         products = torch.autograd.grad(slopes, list(named.values()), list(away.values()))
         direction = add(direction, dict(zip(named, products, strict=True)), method.curvature)
-    if run.clip_norm is not None:
-        norm = float(squared_norm(direction).sqrt())
-        direction = scale(direction, min(1.0, run.clip_norm / norm) if norm > 0 else 1.0)
+    direction = _clipped(direction, run.clip_norm)
     with torch.no_grad():
         for name, parameter in named.items():
             parameter.sub_(run.lr * direction[name])
     return torch.as_tensor(own, dtype=loss.dtype, device=loss.device)
+
+
+def _direction(gradient: Tree, own: Tensor | float, g: Tree | None, shared: Tensor | float) -> Tree:
+    direction = scale(gradient, own)
+    return direction if g is None else add(direction, g, shared)
+
+
+def _clipped(direction: Tree, clip_norm: float | None) -> Tree:
+    if clip_norm is None:
+        return direction
+    norm = float(squared_norm(direction).sqrt())
+    return scale(direction, min(1.0, clip_norm / norm) if norm > 0 else 1.0)
 
 
 def _batches(run: Run, t: int, client: int) -> list[tuple[Tensor, Tensor]]:

@@ -23,7 +23,7 @@ def reference_round(run: Run, state: State, t: int, observe: Observer | None = N
 
     # Before training: f_i and ∇f_i at x^t, on the first batch (exact methods average them now).
     first = [client.probe(run, method, sent, t, i) for i in ids.tolist()]
-    loss, gradient = torch.stack([f for f, _ in first]), stack([g for _, g in first])
+    loss, gradient = torch.stack([f.loss for f in first]), stack([f.gradient for f in first])
     mean_loss, mean_gradient = share @ loss, weighted_sum(share, gradient)
     a, g = (mean_loss, mean_gradient) if method.probes else (state.mean_loss, state.mean_gradient)
 

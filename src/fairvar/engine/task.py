@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from fairvar.engine.losses import LossFunction, check_loss, resolve_loss
 from fairvar.errors import BadInput
 from fairvar.federation import Federation
-from fairvar.models import build, check_model
-from fairvar.models.check import Problem, tells_all
+from fairvar.models import Problem, build, check_model
+from fairvar.models.check import tells_all
 from fairvar.models.norm import call, swap_batch_norm
 from fairvar.tree import Tree
 
@@ -72,14 +72,22 @@ def _problems(module: nn.Module, sample: Tensor) -> list[Problem]:
     return _FOUND[key]
 
 
+def _alone_problems(module: nn.Module, sample: Tensor) -> list[Problem]:
+    """Quicker, and then the model must never be given several clients at once."""
+    untried = Problem("was not tried on several clients at once", fatal=False)
+    return [*check_model(module, sample, together=False), untried]
+
+
 def make_task(
     model: nn.Module | str,
     federation: Federation,
     loss: str | LossFunction,
     seed: int,
     half: bool = False,
+    alone: bool = False,
 ) -> Task:
-    """Build or copy the model, move it to the data's device and dtype, and check that it fits."""
+    """Build or copy the model, move it to the data's device and dtype, and check that it fits;
+    `alone`: for one client, never for several at once."""
     x, y = federation.train.x, federation.train.y
     if isinstance(model, str):
         model = build(model, federation.input_shape, federation.classes or 1, seed)
@@ -89,7 +97,7 @@ def make_task(
     original = copy.deepcopy(model).to(x.device, dtype).train()
     function = resolve_loss(loss)
     sample = x[: min(len(x), 4)]
-    problems = _problems(original, sample)
+    problems = _alone_problems(original, sample) if alone else _problems(original, sample)
     fatal = [p for p in problems if p.fatal]
     if fatal:
         raise BadInput("the model cannot be trained: " + "; ".join(fatal))

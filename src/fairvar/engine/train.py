@@ -226,11 +226,14 @@ def prepare(
     method: Method,
     loss: str | LossFunction,
     settings: TrainSettings,
+    alone: bool = False,
 ) -> Prepared:
-    """All that happens once. For those who drive the rounds themselves, such as the benchmark."""
+    """All that happens once. For those who drive the rounds themselves, such as the benchmark.
+    `alone`: on the reference loop, for one client or none."""
     data = on_device(federation, _device(settings.device), getattr(torch, settings.dtype))
     half = settings.precision == "bfloat16"
-    run = _make_run(make_task(model, data, loss, settings.seed, half), data, method, settings)
+    task = make_task(model, data, loss, settings.seed, half, alone)
+    run = _make_run(task, data, method, settings)
     prepared = Prepared(run, choose_path(run, settings.engine))
     if wants_capture(settings, run) and prepared.path != "reference":
         round_of = partial(_round_of_path, prepared.path)

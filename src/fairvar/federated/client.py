@@ -58,9 +58,9 @@ class Client:
             raise BadInput(f"a client holds its own data only, not that of {data.clients} clients")
         placed = {name: _placed(split, number) for name, split in data.splits.items()}
         plain = with_fields(settings, engine="reference", participation=None, participants=None)
-        alone = replace(data, **placed)  # type: ignore[arg-type]
+        own_data = replace(data, **placed)  # type: ignore[arg-type]
         self.number = number
-        self.run: Run = prepare(model, alone, method, loss, plain).run
+        self.run: Run = prepare(model, own_data, method, loss, plain, alone=True).run
 
     def answer(self, request: Message) -> Message:
         """The reply to a request; whatever goes wrong here is for the transport to report."""
@@ -76,8 +76,9 @@ class Client:
 
     def _probe(self, request: Message) -> tuple[Tree, dict[str, Number]]:
         method = self.run.method.at_round(request.stamp.round)
-        loss, gradient = self._look(request, self._model(request))
-        return grouped(**{GRADIENT: gradient}), _loss(method, loss)
+        look = self._look(request, self._model(request))
+        buffers = look.buffers if method.server_steps else None
+        return grouped(**{GRADIENT: look.gradient, BUFFERS: buffers}), _loss(method, look.loss)
 
     def _train(self, request: Message) -> tuple[Tree, dict[str, Number]]:
         run, t = self.run, request.stamp.round
@@ -85,7 +86,7 @@ class Client:
         reports = run.method.reports_gradient and not method.probes
         loss, gradient = None, None
         if sends_loss(method) or reports:
-            loss, gradient = self._look(request, sent)
+            loss, gradient, _ = self._look(request, sent)
         a = torch.tensor(request.numbers.get(MEAN_LOSS, 0.0), dtype=torch.float64)
         g = self._arrays(request, GRADIENT) or None
         module, _ = own.train(run, method, sent, t, self.number, loss, a.to(run.device), g)
@@ -98,7 +99,7 @@ class Client:
     def _evaluate(self, request: Message) -> tuple[Tree, dict[str, Number]]:
         return {}, self._scores(self._arrays(request, MODEL), self._arrays(request, BUFFERS))
 
-    def _look(self, request: Message, sent: nn.Module) -> tuple[Tensor, Tree]:
+    def _look(self, request: Message, sent: nn.Module) -> own.Look:
         t = request.stamp.round
         return own.probe(self.run, self.run.method.at_round(t), sent, t, self.number)
 

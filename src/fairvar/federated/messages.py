@@ -2,7 +2,7 @@
 
 | exchange | down | up |
 |---|---|---|
-| probe | x, buffers | ∇f_i(x), f_i(x) where the method uses losses |
+| probe | x, buffers | ∇f_i(x), f_i(x) where the method uses losses; buffers if the server steps |
 | train | x, buffers, a and g where the method uses them | x_i, buffers, f_i and ∇f_i as asked for |
 | evaluate | x, buffers | loss and accuracy of x on the client's held-out samples |
 

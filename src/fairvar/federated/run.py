@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from msgspec.structs import replace as with_fields
-from torch import Tensor, nn
+from torch import nn
 
 from fairvar.engine.evaluate import Scores
 from fairvar.engine.losses import LossFunction
@@ -31,6 +31,7 @@ from fairvar.engine.train import (
 from fairvar.federated.client import HELD_OUT
 from fairvar.federated.guard import Refusal, counted
 from fairvar.federated.messages import ACCURACY, LOSS, MODEL, SAMPLES
+from fairvar.federated.notes import NAME, Notes
 from fairvar.federated.server import Good, Server, Transport
 from fairvar.federated.settings import FederationSettings
 from fairvar.federated.summed import MeanTransport, SummingServer
@@ -56,7 +57,11 @@ class Agreement:
 
 class Federated(NamedTuple):
     history: History
-    refused: list[Refusal]
+    notes: Notes
+
+    @property
+    def refused(self) -> list[Refusal]:
+        return self.notes.refused
 
 
 def federate(
@@ -73,7 +78,9 @@ def federate(
     started, settings = time.perf_counter(), agreed.train
     run = _server_run(agreed)
     state = _fresh(run) if start is None else start.state
-    book = Book(run, None if start is None else start.tables)
+    tables = None if start is None else start.tables
+    book, notes = Book(run, tables), Notes.reopen(tables, agreed.clients)
+    notes.typical_loss = max(notes.typical_loss, _loss_of_guessing(agreed))
     kind: type[Server] = SummingServer if isinstance(transport, MeanTransport) else Server
     server = kind(
         method=agreed.method,
@@ -84,9 +91,9 @@ def federate(
         ),
         settings=rules,
         transport=transport,
-        typical_loss=_typical_loss(agreed, book),
+        notes=notes,
+        clip_norm=settings.clip_norm,
     )
-    samples = {s: torch.zeros(agreed.clients, dtype=torch.int64) for s in ("train", *HELD_OUT)}
     for t in range(state.round, settings.rounds):
         due = (t + 1) % agreed.evaluate.every == 0 or t + 1 == settings.rounds
         outcome, good = server.round(state, score=due and agreed.evaluate.local)
@@ -97,16 +104,17 @@ def federate(
         book.write(outcome, t)
         if due:
             seen = {"local": good, "global": server.evaluate(state)}
-            book.write_evaluation(t + 1, _evaluation(agreed, before, seen, samples))
+            book.write_evaluation(t + 1, _evaluation(agreed, before, seen, notes.samples))
         if keep is not None:
-            keep(t + 1, partial(_checkpoint, state, book))
+            keep(t + 1, partial(_checkpoint, state, book, notes))
         if progress is not None:
             progress(t + 1, settings.rounds)
-    book.run = replace(run, federation=_of_sizes(run.federation, samples))
+    book.run = replace(run, federation=_of_sizes(run.federation, notes.samples))
     prepared = Prepared(run, transport.name)
     birth = birth_certificate(prepared, settings, time.perf_counter() - started)
-    birth["refused"] = counted(server.refused)
-    return Federated(book.close(state, birth), server.refused)
+    birth["refused"] = counted(notes.refused)
+    birth["weight_capped_rounds"] = sum(bool(note.limited) for note in notes.rounds)
+    return Federated(book.close(state, birth), notes)
 
 
 def first_state(agreed: Agreement) -> State:
@@ -125,22 +133,21 @@ def _server_run(agreed: Agreement) -> Run:
     counts = torch.zeros(agreed.clients, dtype=torch.int64).index_fill(0, torch.tensor(0), 4)
     data = Federation(Split(blank, targets, counts), classes=agreed.classes)
     settings = with_fields(agreed.train, device="cpu", engine="reference")
-    return prepare(agreed.model, data, agreed.method, agreed.loss, settings).run
+    return prepare(agreed.model, data, agreed.method, agreed.loss, settings, alone=True).run
 
 
-def _typical_loss(agreed: Agreement, book: Book) -> float:
-    """The largest median loss of the rounds so far; for classes, at least that of guessing. (Of a
-    model that starts well trained it is tiny: no measure for those that it serves badly.)"""
-    medians = [float(loss.nanmedian()) for loss, *_ in book.outcomes]
-    return max([log(agreed.classes or 1), *(m for m in medians if m == m)])
+def _loss_of_guessing(agreed: Agreement) -> float:
+    """The least that counts as a typical loss. (That of a model that starts well trained is tiny:
+    no measure for those that it serves badly.)"""
+    return log(agreed.classes or 1)
 
 
-def _checkpoint(state: State, book: Book) -> Checkpoint:
-    return Checkpoint(state, book.tables())
+def _checkpoint(state: State, book: Book, notes: Notes) -> Checkpoint:
+    return Checkpoint(state, {**book.tables(), NAME: notes.table()})
 
 
 def _evaluation(
-    agreed: Agreement, before: State, seen: Mapping[str, Good], samples: dict[str, Tensor]
+    agreed: Agreement, before: State, seen: Mapping[str, Good], samples: dict[str, list[int]]
 ) -> Evaluation:
     """Tables over all clients from the replies of those that answered; nan for the others."""
     nothing = torch.full((agreed.clients,), torch.nan, dtype=torch.float64)
@@ -168,7 +175,7 @@ def _evaluation(
     return Evaluation(scores, nothing[0].clone(), norm)
 
 
-def _of_sizes(blank: Federation, samples: Mapping[str, Tensor]) -> Federation:
+def _of_sizes(blank: Federation, samples: Mapping[str, list[int]]) -> Federation:
     """Everybody's number of samples, as far as they told; no samples."""
-    kept = {s: replace(blank.train, counts=n) for s, n in samples.items() if int(n.sum())}
+    kept = {s: replace(blank.train, counts=torch.tensor(n)) for s, n in samples.items() if any(n)}
     return replace(blank, **kept)  # type: ignore[arg-type]

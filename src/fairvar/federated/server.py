@@ -1,20 +1,23 @@
 """The server's part of a round: whom to ask what, which replies count, what they make of the model.
 
 A round is one exchange, or two for exact methods (probe, then train). Those whose probe was good
-are asked to train; those whose training was good enter the model. If too few are left the round is
+are asked to train; those whose training was good enter the model. Where the server can take the
+clients' step itself (`server_steps`), they train in evaluated rounds only, for their own models'
+scores. If too few are left the round is
 repeated from the same state, with another draw of clients, and finally the run stops.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fairvar.engine.aggregate import Answers, aggregate
+from fairvar.engine.client import Look, stepped
 from fairvar.engine.participation import Participation
 from fairvar.engine.state import Outcome, State
 from fairvar.errors import RunFailed
@@ -22,7 +25,6 @@ from fairvar.federated.client import HELD_OUT
 from fairvar.federated.guard import (
     Arrival,
     Expected,
-    Refusal,
     counted,
     limited_losses,
     limited_weights,
@@ -42,6 +44,7 @@ from fairvar.federated.messages import (
     grouped,
     sends_loss,
 )
+from fairvar.federated.notes import Notes, RoundNote
 from fairvar.federated.settings import FederationSettings
 from fairvar.methods.base import Method
 from fairvar.tree import Tree, stack, weighted_sum
@@ -83,19 +86,25 @@ class Server:
     participation: Participation
     settings: FederationSettings
     transport: Transport
-    refused: list[Refusal] = field(default_factory=list)
-    typical_loss: float = 0.0  # the largest median loss of any round so far
+    notes: Notes
+    clip_norm: float | None = None
+    limited: set[int] = field(default_factory=set)  # clients whose weight this attempt cuts
     begun: bool = False
 
     def round(self, state: State, score: bool = False) -> tuple[Outcome, Good]:
         """Round `state.round`, and the replies that made it; `score`: with their own models'."""
-        before = len(self.refused)
+        before = len(self.notes.refused)
         for attempt in range(self.settings.repeats + 1):
             try:
-                return self._attempt(state, attempt, score)
+                outcome, good = self._attempt(state, attempt, score)
+                made_by = [*good] if outcome.answered is None else outcome.answered.tolist()
+                self.notes.rounds.append(RoundNote(state.round, made_by, sorted(self.limited)))
+                return outcome, good
             except TooFew as few:
                 last = few
-        reasons = ", ".join(f"{n} × {why}" for why, n in counted(self.refused[before:]).items())
+        reasons = ", ".join(
+            f"{n} × {why}" for why, n in counted(self.notes.refused[before:]).items()
+        )
         raise RunFailed(
             f"round {state.round} was given up after {self.settings.repeats + 1} attempts: {last} "
             f"({reasons or 'no client was there'})"
@@ -109,25 +118,43 @@ class Server:
         return self._exchange(stamp, present, model, {}, {}, loss=False, scores=True)
 
     def _attempt(self, state: State, attempt: int, score: bool) -> tuple[Outcome, Good]:
+        self.limited.clear()
         method = self.method.at_round(state.round)
         ids = self._invited(state.round, attempt)
         known = _Known(ids, None, state.mean_loss, state.mean_gradient)
         if method.probes:
             known = self._probe(state, method, attempt, ids)
-        good = self._train(state, method, attempt, known, score)
+        if known.probed is not None and method.server_steps and not score:
+            good = self._stepped(state, method, known, known.probed)
+        else:
+            good = self._train(state, method, attempt, known, score)
         answers = self._answers(state, method, known, good)
 
         def limit(weights: Tensor) -> Tensor:
-            return limited_weights(weights, answers.share, self.settings.weight_cap)
+            return self._limited([*good], weights, answers.share)
 
         return aggregate(method, state, answers, self.clients, self.lr, limit), good
 
     def _probe(self, state: State, method: Method, attempt: int, ids: list[int]) -> _Known:
-        stamp, wanted = Stamp("probe", state.round, attempt), grouped(**{GRADIENT: state.x})
+        stamp, buffers = Stamp("probe", state.round, attempt), None
+        if method.server_steps:
+            buffers = state.buffers
+        wanted = grouped(**{GRADIENT: state.x, BUFFERS: buffers})
         good = self._exchange(stamp, ids, model_of(state), {}, wanted, sends_loss(method))
         share = self._share(self._enough(good))
         a = share @ self._losses(good) if sends_loss(method) else state.mean_loss
         return _Known(list(good), good, a, _mean_gradient(share, good))
+
+    def _stepped(self, state: State, method: Method, known: _Known, probed: Good) -> Good:
+        """The models that the clients would send, from what they saw."""
+        made: dict[int, Message] = {}
+        for (i, reply), loss in zip(probed.items(), self._losses(probed), strict=True):
+            look = Look(loss, reply.group(GRADIENT), reply.group(BUFFERS))
+            a, g = known.mean_loss, known.mean_gradient or {}
+            x_i = stepped(method, state.x, look, a, g, self.lr, self.clip_norm)
+            arrays = grouped(**{MODEL: x_i, BUFFERS: look.buffers})
+            made[i] = replace(reply, arrays=arrays)
+        return made
 
     def _train(
         self, state: State, method: Method, attempt: int, known: _Known, score: bool
@@ -195,7 +222,7 @@ class Server:
         splits, largest = HELD_OUT if scores else (), self.settings.largest
         expected = Expected(stamp, frozenset(ids), wanted, loss, splits, largest)
         good, refused = sift(arrivals, expected)
-        self.refused += refused
+        self.notes.refused += refused
         return good
 
     def _enough(self, good: Good) -> Good:
@@ -208,12 +235,18 @@ class Server:
         sizes = torch.tensor([int(r.numbers[SAMPLES]) for r in good.values()])
         share = self.method.share(sizes)
         even = torch.full_like(share, 1 / len(share))
-        return limited_weights(share, even, self.settings.weight_cap)
+        return self._limited([*good], share, even)
+
+    def _limited(self, ids: list[int], weights: Tensor, share: Tensor) -> Tensor:
+        found = limited_weights(weights, share, self.settings.weight_cap)
+        if found is not weights:
+            self.limited.add(ids[int(weights.abs().argmax())])
+        return found
 
     def _losses(self, good: Good) -> Tensor:
         loss = torch.tensor([r.numbers[LOSS] for r in good.values()], dtype=torch.float64)
-        self.typical_loss = max(self.typical_loss, float(loss.median()))
-        return limited_losses(loss, self.settings.loss_cap * self.typical_loss)
+        self.notes.typical_loss = max(self.notes.typical_loss, float(loss.median()))
+        return limited_losses(loss, self.settings.loss_cap * self.notes.typical_loss)
 
 
 def too_few(found: int, settings: FederationSettings) -> TooFew:

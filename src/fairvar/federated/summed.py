@@ -142,7 +142,7 @@ class SummingServer(Server):
     ) -> Mean:
         requests = [Message(stamp, i, sent, numbers) for i in ids]
         found = self.transport.mean(requests, wanted, self.settings.deadline)
-        self.refused += [
+        self.notes.refused += [
             Refusal(
                 stamp.round, stamp.attempt, stamp.exchange, lost.client, lost.reason, lost.detail
             )

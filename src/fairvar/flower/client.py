@@ -10,9 +10,9 @@ each, and may start it elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
@@ -82,9 +82,14 @@ def node_data(setup: Setup, client: int, node_config: Mapping[str, Any]) -> Fede
     if not isinstance(place, str):
         raise BadInput(f"the run trains on nodes' own {config.name} data; start this node with "
                        "--node-config 'data=\"/path\"'")  # fmt: skip
-    dataset = load(config.name, place)
+    classes = setup.agreed.classes
+    dataset = load(config.name, place, classes=classes)  # a node need not hold all of them
+    held = len(np.unique(dataset.y))
+    if config.name == "folder" and held != classes:  # numbered by the names that are there
+        raise BadInput(f"{place} has {held} class sub-folders with images, the run {classes} "
+                       "classes; a node that lacks some must use .npz")  # fmt: skip
     found = build_federation(dataset, 1, IID(), config.seed, config.split, "split")
     if found.input_shape != setup.agreed.input_shape:
         raise BadInput(f"samples in {place} have shape {found.input_shape}, the run expects "
                        f"{setup.agreed.input_shape}")  # fmt: skip
-    return replace(found, classes=setup.agreed.classes)
+    return found

@@ -14,6 +14,7 @@ from math import inf
 
 from flwr.app import Message as Envelope
 from flwr.app import RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fairvar.federated.guard import Arrival, Reason
@@ -21,7 +22,8 @@ from fairvar.federated.messages import Message
 from fairvar.flower.wire import HELLO, KINDS, from_records, to_records
 
 LOG = logging.getLogger("flwr.fairvar")
-PAUSE = 0.1  # seconds between looks; a look costs about 10 ms
+PAUSE = 0.1  # seconds between looks for replies; a look costs about 10 ms
+LOOK_ROUND = 2.0  # seconds between looks for new nodes during an exchange
 RETRY = 15.0  # seconds before a node that could not be used is asked again
 HELLO_LIFE = 3600.0  # seconds; a node that is busy or away may answer late
 
@@ -47,33 +49,44 @@ class GridTransport:
             time.sleep(PAUSE)
 
     def exchange(self, requests: Sequence[Message], seconds: float) -> Iterator[Arrival]:
-        sent = {r.client: r for r in requests if r.client in self.nodes}
-        envelopes = [self._envelope(r, seconds) for r in sent.values()]
-        waiting = dict(zip(self.grid.push_messages(envelopes), sent, strict=True))
+        asked = {r.client: self.nodes[r.client] for r in requests if r.client in self.nodes}
+        envelopes = [self._envelope(r, seconds) for r in requests if r.client in asked]
+        waiting = dict(zip(self.grid.push_messages(envelopes), asked, strict=True))
         for reply in self._replies(set(waiting), seconds):
-            yield self._arrival(waiting.pop(reply.metadata.reply_to_message_id), reply)
+            client = waiting.pop(reply.metadata.reply_to_message_id)
+            yield self._arrival(client, reply, asked[client])
         for client in waiting.values():
-            self.nodes.pop(client, None)  # whoever is late must say hello again
+            self._lose(client, asked[client], "no reply in time")  # it must say hello again
 
     def _replies(self, ids: set[str], seconds: float) -> Iterator[Envelope]:
         """Those that come before the time is over."""
-        end = time.monotonic() + seconds
+        end, welcome = time.monotonic() + seconds, time.monotonic() + LOOK_ROUND
         while ids and time.monotonic() < end:
             for reply in self._pull(ids):
                 ids.discard(reply.metadata.reply_to_message_id)
                 yield reply
             if ids:
                 time.sleep(PAUSE)
+            if time.monotonic() > welcome:  # who comes now can be asked in the next exchange
+                self._welcome()
+                welcome = time.monotonic() + LOOK_ROUND
 
     def _envelope(self, request: Message, seconds: float) -> Envelope:
         kind = request.stamp.exchange
         records = to_records(request, self.facts if kind == "train" else None)
         return Envelope(records, self.nodes[request.client], KINDS[kind], ttl=seconds)
 
-    def _arrival(self, client: int, reply: Envelope) -> Arrival:
+    def _lose(self, client: int, node: int, why: str) -> None:
+        if self.nodes.get(client) == node:  # not another one that came in its place
+            del self.nodes[client]
+            LOG.warning("client %s is lost: %s", client, why)
+
+    def _arrival(self, client: int, reply: Envelope, node: int) -> Arrival:
         if reply.has_error():
-            self.nodes.pop(client, None)
-            return Arrival(client, None, Reason.ERROR, short(reply))
+            self._lose(client, node, short(reply))
+            # The deadline by the SuperLink's clock, where that is first.
+            late = reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
+            return Arrival(client, None, Reason.NO_REPLY if late else Reason.ERROR, short(reply))
         try:
             return Arrival(client, from_records(reply.content))
         except ValueError as error:
@@ -82,7 +95,9 @@ class GridTransport:
     def _welcome(self) -> None:
         """Find out who the new nodes are, without waiting for any of them."""
         listed = set(self.grid.get_node_ids())
-        self.nodes = {c: n for c, n in self.nodes.items() if n in listed}
+        for client, node in list(self.nodes.items()):
+            if node not in listed:
+                self._lose(client, node, "its node is offline")
         shunned = {n for n, until in self.shunned.items() if time.monotonic() < until}
         known = {*self.nodes.values(), *self.greeted.values(), *shunned}
         hello = [Envelope(RecordDict(), n, HELLO, ttl=HELLO_LIFE) for n in sorted(listed - known)]
@@ -93,7 +108,7 @@ class GridTransport:
             self._meet(self.greeted.pop(reply.metadata.reply_to_message_id), reply)
 
     def _meet(self, node: int, reply: Envelope) -> None:
-        arrival = self._arrival(-1, reply)
+        arrival = self._arrival(-1, reply, node)
         client = None if arrival.reply is None else arrival.reply.client
         again = time.monotonic() + RETRY
         if client is None:
@@ -104,18 +119,21 @@ class GridTransport:
             why = f"says it is client {client}, which node {self.nodes[client]} is"
         else:
             self.nodes[client] = node
+            LOG.info("client %s is there: node %s", client, node)
             return
         self.shunned[node] = again
         LOG.warning("node %s %s; it is left out", node, why)
 
     def _pull(self, ids: Iterable[str]) -> list[Envelope]:
-        """Replies that have come, matched by the message they answer (never by their sender: an
-        error may come from the SuperLink)."""
+        """Replies that have come, one for each message; matched by what they answer (never by their
+        sender: an error may come from the SuperLink)."""
         asked = set(ids)
         if not asked:
             return []
-        found = self.grid.pull_messages(asked)
-        return [reply for reply in found if reply.metadata.reply_to_message_id in asked]
+        found: dict[str, Envelope] = {}
+        for reply in self.grid.pull_messages(asked):
+            found.setdefault(reply.metadata.reply_to_message_id, reply)
+        return [reply for answers, reply in found.items() if answers in asked]
 
 
 def short(reply: Envelope) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import keyword
 import re
+import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from fairvar.errors import BadInput
 from fairvar.store import write_text
 
 AT_TOP = ("pyproject.toml", "README.md")
+TAKEN = ("fairvar", "flwr", "numpy", "torch")  # the app would hide them
 IN_PACKAGE = ("model.py", "server_app.py", "client_app.py")
 
 
@@ -20,6 +23,8 @@ def new_app(folder: Path) -> list[Path]:
         raise BadInput(
             f"{name!r} cannot name an app; use lower-case letters, digits and _ (my_app)"
         )
+    if keyword.iskeyword(name) or name in {*sys.stdlib_module_names, *TAKEN}:
+        raise BadInput(f"{name!r} means something else in Python; choose another name (my_app)")
     if folder.exists():
         raise BadInput(f"{folder} exists already; choose another name")
     written = []

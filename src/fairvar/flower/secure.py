@@ -185,11 +185,11 @@ class SecureTransport(GridTransport):
         lost: dict[int, Arrival] = {}
         while len(sent) >= FEWEST:
             plan = _Plan(self, sent, list(like))
-            stages = _Stages(self, {self.nodes[c]: c for c in sent}, like, seconds)
+            stages = _Stages(self, {plan.nodes[c]: c for c in sent}, like, seconds)
             again = self._run(plan, stages)
             lost |= {c: a for c, a in stages.lost.items() if c not in plan.share}
-            for client in lost:
-                self.nodes.pop(client, None)  # it must say hello again
+            for client, arrival in lost.items():
+                self._lose(client, plan.nodes.get(client, 0), arrival.detail or "no reply in time")
             if not again:
                 return _mean(plan, like, list(lost.values()))
             sent = {c: r for c, r in sent.items() if c not in lost}
@@ -243,20 +243,21 @@ class _Plan(FedAvg):
         super().__init__()
         self.transport, self.requests, self.wanted = transport, requests, wanted
         self.round = next(iter(requests.values())).stamp.round
+        self.nodes = {client: transport.nodes[client] for client in requests}
         self.share: dict[int, int] = {}  # client → its weight, once the sum is there
         self.sums: list[np.ndarray] = []
 
     def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> Any:
         t = self.transport
         return [
-            (GridClientProxy(t.nodes[client], t.grid, 0),
+            (GridClientProxy(self.nodes[client], t.grid, 0),
              _packed(to_records(request, t.facts), self.wanted))
             for client, request in self.requests.items()
         ]  # fmt: skip
 
     def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
         """Flower hands the mean over in every result."""
-        named = {node: client for client, node in self.transport.nodes.items()}
+        named = {node: client for client, node in self.nodes.items()}
         self.share = {named[proxy.node_id]: res.num_examples for proxy, res in results}
         self.sums = parameters_to_ndarrays(results[0][1].parameters)
         return None, {}

@@ -1,26 +1,30 @@
 """The ServerApp: a run on Flower ends in the same folder of files as a simulated one.
 
 After every round a checkpoint is written. The same run, started again, goes on from the last round
-that was saved, whatever happened to the server, its SuperLink or the nodes.
+that was saved, whatever happened to the server, its SuperLink or the nodes. `flwr run --stream`
+ends with 0 even if the ServerApp fails; so failed.txt in the run's folder tells that, and why.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import torch
+from filelock import FileLock, Timeout
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
+from torch import nn
 
 from fairvar.archive import pack_checkpoint
 from fairvar.engine.state import State
 from fairvar.engine.train import Checkpoint
-from fairvar.errors import BadInput
+from fairvar.errors import BadInput, RunFailed
 from fairvar.experiment import (
     StoredRun,
     checkpoints,
@@ -31,17 +35,21 @@ from fairvar.experiment import (
     store_run,
 )
 from fairvar.federated.guard import Refusal
-from fairvar.federated.run import federate, first_state
+from fairvar.federated.notes import Notes, RoundNote
+from fairvar.federated.run import Federated, federate, first_state
 from fairvar.federated.settings import FederationSettings
 from fairvar.flower import Model
 from fairvar.flower.grid import GridTransport
 from fairvar.flower.privacy import check_fits, noisy, request_facts, spent
 from fairvar.flower.secure import SecureTransport, check_model
 from fairvar.flower.setup import Setup, read_setup
-from fairvar.store import check_writable, is_complete, write_checkpoint
+from fairvar.history import History
+from fairvar.store import check_writable, is_complete, write_checkpoint, write_text
 from fairvar.tree import Tree
 
 LOG = logging.getLogger("flwr.fairvar")
+FAILED = "failed.txt"
+SECONDS_FOR_ANOTHER = 60.0  # to end, before this server gives up
 
 
 def make_server_app(model: Model | None) -> ServerApp:
@@ -59,11 +67,36 @@ def run_on(grid: Grid, setup: Setup) -> Path:
     check_writable(setup.out)
     torch.set_num_threads(setup.config.train.threads)
     folder = folder_of(setup)
-    if is_complete(folder):
-        LOG.info("this run is finished already: %s", folder)
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
+    with _one_server(folder):
+        if is_complete(folder):
+            LOG.info("this run is finished already: %s", folder)
+            return folder
+        (folder / FAILED).unlink(missing_ok=True)
+        try:
+            history, notes = _rounds(grid, setup, folder)
+        except Exception as error:
+            write_text(folder / FAILED, f"{error or type(error).__name__}\n")
+            raise
+        _store(setup, folder, history, notes)
+    LOG.info("the run is in %s", folder)
+    return folder
 
+
+@contextmanager
+def _one_server(folder: Path) -> Iterator[None]:
+    """The lock is the operating system's: it ends with its process, however that dies. (The server
+    of a run that was stopped may need a while to notice.)"""
+    locks = folder.parent / ".locks"
+    locks.mkdir(exist_ok=True)
+    try:
+        with FileLock(locks / folder.name, timeout=SECONDS_FOR_ANOTHER):
+            folder.mkdir(exist_ok=True)
+            yield
+    except Timeout:
+        raise RunFailed(f"another server works on this run; stop it first: {folder}") from None
+
+
+def _rounds(grid: Grid, setup: Setup, folder: Path) -> Federated:
     def keep(done: int, make: Callable[[], Checkpoint]) -> None:
         write_checkpoint(folder, done, pack_checkpoint(make()))
         LOG.info("round %s of %s", done, setup.config.train.rounds)
@@ -73,7 +106,7 @@ def run_on(grid: Grid, setup: Setup) -> Path:
         check_fits(privacy, setup.config.method, first_state(setup.agreed))
     if setup.secure is not None:
         check_model(first_state(setup.agreed))
-    history, refused = federate(
+    return federate(
         setup.agreed,
         setup.rules,
         _transport(grid, setup),
@@ -81,13 +114,21 @@ def run_on(grid: Grid, setup: Setup) -> Path:
         keep=keep,
         finish=lambda outcome: outcome if privacy is None else noisy(outcome, privacy),
     )
+
+
+def _store(setup: Setup, folder: Path, history: History, notes: Notes) -> None:
     passport = _passport(setup) if setup.own_data else None
     if passport is None:
         record_federation(folder.parent, federation_of(setup.config))
-    more = {"refused.csv": _table(refused), "federation.json": _terms(setup, history.rounds)}
+    more = {
+        "refused.csv": _refusals(notes.refused),
+        "rounds.csv": _participants(notes.rounds),
+        "federation.json": _terms(setup, history.rounds),
+    }
     store_run(folder, run_files(setup.config, history, passport, more))
-    LOG.info("the run is in %s", folder)
-    return folder
+    if cut := sum(bool(note.limited) for note in notes.rounds):
+        LOG.warning("federation.weight_cap = %s cut a client's weight in %s of %s rounds, "
+                    "see rounds.csv", setup.rules.weight_cap, cut, len(notes.rounds))  # fmt: skip
 
 
 def _transport(grid: Grid, setup: Setup) -> GridTransport:
@@ -99,17 +140,32 @@ def _transport(grid: Grid, setup: Setup) -> GridTransport:
 
 def folder_of(setup: Setup) -> Path:
     """Named by the configuration's fingerprint, as a simulated run's, and "flower". What else
-    decides the numbers (caps, privacy, masks, the start) adds to the name where it is unusual."""
-    plain, usual = run_folder(setup.config, setup.out), FederationSettings()
-    rules = setup.rules
-    same = (rules.loss_cap, rules.weight_cap) == (usual.loss_cap, usual.weight_cap)
-    special = (setup.privacy, setup.secure, setup.start)
-    if same and not any(special):
+    decides the numbers adds to the name where it is not the usual."""
+    plain, beside = run_folder(setup.config, setup.out), _beside(setup)
+    if not any(beside.values()):
         return plain.with_name(f"{plain.name}-flower")
-    caps = (rules.loss_cap, rules.weight_cap, rules.largest)
-    names = [caps, setup.privacy, str(setup.start), *filter(None, [setup.secure])]
-    digest = hashlib.sha256(msgspec.json.encode(names))
-    return plain.with_name(f"{plain.name}-{digest.hexdigest()[:8]}-flower")
+    digest = hashlib.sha256(msgspec.json.encode(beside, order="sorted")).hexdigest()
+    return plain.with_name(f"{plain.name}-{digest[:8]}-flower")
+
+
+def _beside(setup: Setup) -> dict[str, object]:
+    """What decides the numbers and is not in the configuration; None where it is the usual."""
+    rules, usual, agreed = setup.rules, FederationSettings(), setup.agreed
+    caps, usual_caps = ((r.loss_cap, r.weight_cap, r.largest) for r in (rules, usual))
+    return {
+        "caps": None if caps == usual_caps else caps,
+        "privacy": setup.privacy,
+        "secure": setup.secure,
+        "start": None if setup.start is None else str(setup.start),
+        "data": (agreed.input_shape, agreed.classes) if setup.own_data else None,
+        "model": _outline(agreed.model) if setup.own_model else None,
+    }
+
+
+def _outline(model: nn.Module | str) -> object:
+    """The app's own model as far as it can be told: its layers and the shapes of its tensors."""
+    tensors = model.state_dict() if isinstance(model, nn.Module) else {}
+    return repr(model), {name: tuple(leaf.shape) for name, leaf in tensors.items()}
 
 
 def _terms(setup: Setup, rounds: int) -> bytes:
@@ -154,10 +210,19 @@ def _passport(setup: Setup) -> dict[str, object]:
     return {"dataset": setup.config.data.name, "clients": setup.agreed.clients}
 
 
-def _table(refused: list[Refusal]) -> bytes:
+def _refusals(refused: list[Refusal]) -> bytes:
     """Every reply that was left out, and why."""
     lines = [",".join(Refusal._fields)]
     for r in refused:
         detail = r.detail.replace('"', "'").replace("\n", " ")
         lines.append(f'{r.round},{r.attempt},{r.exchange},{r.client},{r.reason.value},"{detail}"')
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _participants(rounds: list[RoundNote]) -> bytes:
+    """Who made each round; `limited`: whose weight the cap has cut."""
+    lines = [",".join(RoundNote._fields)]
+    for note in rounds:
+        clients, limited = (" ".join(map(str, ids)) for ids in (note.clients, note.limited))
+        lines.append(f"{note.round},{clients},{limited}")
     return ("\n".join(lines) + "\n").encode()

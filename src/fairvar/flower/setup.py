@@ -61,6 +61,7 @@ class Setup:
     agreed: Agreement
     out: Path
     start: Path | None
+    own_model: bool  # the app's, which the configuration does not know
 
     @property
     def own_data(self) -> bool:
@@ -94,6 +95,7 @@ def read_setup(run_config: Mapping[str, Any], model: Model | None = None) -> Set
         agreed=agreed,
         out=Path(texts["out"] or "runs"),
         start=Path(texts["start"]) if texts["start"] else None,
+        own_model=model is not None,
     )
 
 

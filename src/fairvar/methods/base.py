@@ -114,6 +114,12 @@ class Method(Checked, frozen=True, tag_field="name"):
         return False
 
     @property
+    def server_steps(self) -> bool:
+        """Exact methods of one step without curvature: the server can form x_i from f_i and ∇f_i
+        itself, and one exchange is enough."""
+        return False
+
+    @property
     def is_blind(self) -> bool:
         """Its weights and coefficients are the plain ones, whatever the losses."""
         kind = type(self)

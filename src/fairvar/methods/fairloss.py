@@ -38,6 +38,10 @@ class FairLoss(Regularised, frozen=True, tag="fairloss"):
         return self.collapsed
 
     @property
+    def server_steps(self) -> bool:
+        return self.collapsed
+
+    @property
     def sums_suffice(self) -> bool:
         return not self.collapsed  # there the server weighs each gradient by its client's loss
 

@@ -39,12 +39,15 @@ def check_model(
     inputs: Tensor | None = None,
     targets: Tensor | None = None,
     classes: int | None = None,
+    *,
+    together: bool = True,
 ) -> list[Problem]:
     """All reasons against this module; an empty list means that it is fine.
 
     Layers and parameters are looked at; with sample `inputs` (b, …), on the module's device, the
     module is tried out as well: on a copy, with the random generators put back afterwards. Batch
-    norm, frozen parameters and tied weights are fine.
+    norm, frozen parameters and tied weights are fine. Without `together` it is not tried on several
+    clients at once: torch.func takes a second to load, which a node spends on every message.
     """
     problems = [*_parameter_problems(module), *_layer_problems(module)]
     if inputs is None or any(is_lazy(p) for p in module.parameters()):
@@ -63,7 +66,7 @@ def check_model(
             return problems
         wrong = list(_output_problems(outputs, inputs, targets, classes))
         if not wrong:
-            wrong = list(_trial_problems(trial, inputs, outputs, problems))
+            wrong = list(_trial_problems(trial, inputs, outputs, problems, together))
     return [*problems, *wrong]
 
 
@@ -165,7 +168,7 @@ def _output_problems(
 
 
 def _trial_problems(
-    module: nn.Module, inputs: Tensor, outputs: Tensor, known: list[Problem]
+    module: nn.Module, inputs: Tensor, outputs: Tensor, known: list[Problem], together: bool
 ) -> Iterator[Problem]:
     """What only shows when the module runs; nothing is said twice."""
     if any(problem.fatal for problem in known):
@@ -177,7 +180,7 @@ def _trial_problems(
         )
         return
     module, inputs = _precise(module, inputs)
-    if not known:
+    if together and not known:
         yield from _vmap_problems(module, inputs)
     yield from _mixing_problems(module, inputs)
 
