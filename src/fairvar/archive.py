@@ -99,15 +99,14 @@ def pack_history(history: History) -> bytes:
 
 def condensed_history(content: bytes) -> bytes:
     """What reports need of a packed history, and the first training losses, by which others may
-    compare a run of their own: weights and losses to three digits, counts as short as they are."""
+    compare a run of their own, to three digits. Counts are as short as they can be."""
     flat = {k: v for k, v in _load(content).items()
             if not k.startswith(("evaluated_loss/", "update_norm"))}  # fmt: skip
     for name, table in flat.items():
         if name.startswith("right/") and table.numel() and int(table.max()) < 2**15:
             flat[name] = table.short()
     flat["loss"][FIRST_LOSSES:] = torch.nan
-    for name in ("loss", "weights"):
-        flat[name] = (flat[name].view(torch.int32) & ~0x1FFF).view(torch.float32)
+    flat["loss"] = (flat["loss"].view(torch.int32) & ~0x1FFF).view(torch.float32)
     return save({k: v.contiguous() for k, v in flat.items()})
 
 
@@ -121,7 +120,8 @@ def unpack_history(
 def _history(flat: Tables, state: State, method: Method, facts: Mapping[str, Any]) -> History:
     samples = {k.split("/")[1]: v for k, v in flat.items() if k.startswith("samples/")}
     tables = {k: v.double() if v.is_floating_point() else v for k, v in flat.items()}
-    tables.setdefault("update_norm", torch.empty(0, flat["loss"].shape[1], dtype=torch.float64))
+    if "update_norm" not in tables:  # of a condensed history
+        tables["update_norm"] = torch.full_like(tables["loss"], torch.nan)
     for name in [k for k in flat if k.startswith("right/")]:
         _, split, model = name.split("/")
         right = torch.where(flat[name] == NOT_MEASURED, torch.nan, flat[name].double())

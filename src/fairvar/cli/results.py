@@ -50,10 +50,11 @@ def condense(
     if not folders:
         raise BadInput("give at least one folder of runs")
     load_plugin(plugin)
-    check_writable(out)
+    rule = selection_rule(t, m, unit)
     with progress("condense") as report:
         report(0, 2, "reading runs")
-        groups = gather(*folders, rule=selection_rule(t, m, unit))
+        groups = gather(*folders, rule=rule)
+        check_writable(out)
         report(1, 2, "writing")
         path = write(groups, out, all)
         report(2, 2, "done")

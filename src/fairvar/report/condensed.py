@@ -1,7 +1,7 @@
 """Results small enough to publish: `runs.tar.xz` in place of a sweep's gigabytes.
 
 It holds the chosen runs, whose histories keep what reports show (right answers of every client,
-weights to three digits, the first training losses), and of every other configuration its
+weights, the first training losses), and of every other configuration its
 validation curve.
 So choosing can be repeated, with other options too, and each table and figure drawn again; final
 models and the losses on validation and test data are left out.
@@ -157,7 +157,11 @@ def _unpack(archive: Path, changed: int) -> tempfile.TemporaryDirectory[str]:
     try:
         with tarfile.open(archive, "r:xz") as content:
             _extract(content, archive, Path(place.name))
+    except IntegrityError:
+        place.cleanup()
+        raise
     except (tarfile.TarError, lzma.LZMAError, OSError, EOFError) as error:
+        place.cleanup()
         raise IntegrityError(f"{archive} cannot be unpacked: {error}") from None
     return place
 

@@ -54,11 +54,11 @@ def front(points: Sequence[Point], noise_floor: float | None = None) -> Figure:
     figure = new_figure(4.6, 3.5)
     axes = figure.subplots()
     x, y = np.array([[p.accuracy * 100, p.variance * 100] for p in kept]).T
+    for label in dict.fromkeys(p.label for p in kept):  # a call per point makes a large file
+        mine = np.array([p.label == label for p in kept])
+        axes.plot(x[mine], y[mine], "o", ms=2.8, mew=0, color=look(label).colour, alpha=0.45)
     for p in kept:
         kind = look(p.label)
-        axes.plot(
-            p.accuracy * 100, p.variance * 100, "o", ms=2.8, mew=0, color=kind.colour, alpha=0.45
-        )
         if p.chosen:
             axes.errorbar(
                 p.accuracy * 100, p.variance * 100, _percent(p.variance_error),

@@ -140,6 +140,10 @@ def save(figure: Figure, folder: Path | str, stem: str) -> list[Path]:
     return paths
 
 
+_PATH = re.compile(r' d="[^"]*"')
+_MORE_DIGITS = re.compile(r"(\.\d\d)\d+")  # a hundredth of a point is enough, and half the size
+
+
 def svg(figure: Figure) -> str:
     """The figure as SVG text: letters as outlines, so that it needs no font where it is read.
 
@@ -149,7 +153,7 @@ def svg(figure: Figure) -> str:
     with _style():
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(out, format="svg", metadata=nothing)
-    return out.getvalue()
+    return _PATH.sub(lambda d: _MORE_DIGITS.sub(r"\1", d[0]), out.getvalue())
 
 
 def as_array(values: Any, name: str, ndim: int) -> Floats:

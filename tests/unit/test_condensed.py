@@ -1,0 +1,198 @@
+"""Results small enough to publish: the same report, the same choice, nothing taken on trust."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from fairvar.cli import main
+from fairvar.engine.train import run_rounds
+from fairvar.errors import BadInput, IntegrityError
+from fairvar.experiment import StoredRun, federation_of, model_of
+from fairvar.plan import Plan
+from fairvar.report.condensed import ARCHIVE, condense, unpacked
+from fairvar.report.gather import gather, stored_runs
+from fairvar.report.write import write_report
+from fairvar.select import Criterion
+from fairvar.sweep import run_sweep
+from fairvar.verify import compared, draw, rerun
+
+PLAN = {
+    "name": "tiny",
+    "data": {"name": "digits", "clients": 6},
+    "train": {"rounds": 6},
+    "evaluate": {"every": 2},
+    "sweep": {
+        "methods": ["fedavg", "afl", "fairgrad"], "seeds": 2, "lr": [0.05, 0.5],
+        "strength": [0.01, 0.1], "step": [0.1], "alpha": [0.1, 0.5],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both protocols of a small grid in one folder."""
+    out = tmp_path_factory.mktemp("sweep")
+    for protocol in ("boxes", "tables"):
+        plan = Plan.from_dict({**PLAN, "protocol": protocol})
+        run_sweep(plan.cells, out, lambda done, total, what: None)
+    return out
+
+
+@pytest.fixture(scope="module")
+def small(sweep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("small")
+    condense(gather(sweep), out)
+    return out
+
+
+def test_the_report_is_the_same_byte_by_byte(sweep: Path, small: Path, tmp_path: Path) -> None:
+    for source in (sweep, small):
+        write_report(gather(source), tmp_path / source.name, "t")
+    full, condensed = ({p.name: p.read_bytes() for p in (tmp_path / s.name).iterdir()}
+                       for s in (sweep, small))  # fmt: skip
+    assert full.keys() == condensed.keys()
+    assert {"table.md", "table.csv", "table.tex", "index.html"} <= full.keys()
+    assert [name for name in full if full[name] != condensed[name]] == []
+
+
+def test_it_is_much_smaller_and_always_the_same(sweep: Path, small: Path, tmp_path: Path) -> None:
+    whole = sum(p.stat().st_size for p in sweep.rglob("*") if p.is_file())
+    assert (small / ARCHIVE).stat().st_size < whole / 10
+    again = condense(gather(small), tmp_path / "again")
+    assert again.read_bytes() == (small / ARCHIVE).read_bytes()
+    everything = condense(gather(sweep), tmp_path / "all", everything=True)
+    assert len(stored_runs(everything.parent)) == len(stored_runs(sweep))
+    from_all = condense(gather(everything.parent), tmp_path / "from_all")
+    assert from_all.read_bytes() == again.read_bytes()
+
+
+def test_slices_from_two_machines_become_one(sweep: Path, tmp_path: Path) -> None:
+    """Cells by protocol, seeds of one configuration apart: as if one machine had computed all."""
+    plans = [Plan.from_dict({**PLAN, "protocol": p}) for p in ("boxes", "tables")]
+    names = [c.fingerprint[:16] for plan in plans for c in plan.cells]
+    for place, part in enumerate((names[::2], names[1::2])):
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        for name in part:
+            (folder / name).symlink_to(sweep / name)
+        (folder / "federations").symlink_to(sweep / "federations")
+        condense(gather(folder), folder / "out", everything=True)
+    together = gather(tmp_path / "0" / "out", tmp_path / "1" / "out")
+    path = condense(together, tmp_path / "both")
+    assert path.read_bytes() == condense(gather(sweep), tmp_path / "whole").read_bytes()
+
+
+def report(folder: Path, criterion: Criterion) -> list[list[int]]:
+    groups = gather(folder, rule=lambda config: criterion)
+    return [[len(r.trial.histories) for r in group.results] for group in groups]
+
+
+def test_a_choice_that_was_not_kept_is_refused(sweep: Path, small: Path) -> None:
+    """Another criterion may choose a configuration of which only the curve is there."""
+    chosen = [[r.trial.describe() for r in g.results] for g in gather(sweep)]
+    other = gather(sweep, rule=lambda c: Criterion(t=0.0, model="global"))
+    assert [[r.trial.describe() for r in g.results] for g in other] != chosen
+    with pytest.raises(BadInput, match="summar"):
+        report(small, Criterion(t=0.0, model="global"))
+
+
+def test_summaries_and_runs_of_one_configuration_are_not_mixed(sweep: Path, small: Path) -> None:
+    with pytest.raises(BadInput, match="as a summary and again"):
+        gather(sweep, small)
+
+
+def test_the_model_was_not_kept_and_says_so(small: Path) -> None:
+    with pytest.raises(BadInput, match="was condensed"):
+        assert stored_runs(small)[0].history().model
+
+
+@pytest.mark.parametrize("name", ["../escape/x", "/tmp/x", "a/b/c/d", "x", "a/.hidden"])
+def test_hostile_archives_are_refused(name: str, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / ARCHIVE, "w:xz") as archive:
+        entry = tarfile.TarInfo(name)
+        entry.size = 1
+        archive.addfile(entry, io.BytesIO(b"x"))
+    with pytest.raises(IntegrityError, match="refused"):
+        unpacked(tmp_path)
+    assert not (tmp_path.parent / "escape").exists()
+
+
+def test_links_and_damage_are_refused(small: Path, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / ARCHIVE, "w:xz") as archive:
+        entry = tarfile.TarInfo("a/link")
+        entry.type, entry.linkname = tarfile.SYMTYPE, "../../secret"
+        archive.addfile(entry)
+    with pytest.raises(IntegrityError, match="refused"):
+        unpacked(tmp_path)
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    (cut / ARCHIVE).write_bytes((small / ARCHIVE).read_bytes()[:-100])
+    with pytest.raises(IntegrityError, match="cannot be unpacked"):
+        unpacked(cut)
+
+
+# --- verify --------------------------------------------------------------------------------------
+def test_runs_come_out_again(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["verify", str(small), "--rerun", "3", "--evaluations", "2", "--seed", "1", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["files_intact"] == len(stored_runs(small)) + len(
+        list((unpacked(small) / "summaries").iterdir())
+    )
+    assert len(found["rerun"]) == 3
+    assert all(r["holds"] and r["rounds"] == 4 for r in found["rerun"])
+    assert max(r["accuracy_difference"] for r in found["rerun"]) == 0
+
+
+def test_a_wrong_result_is_found(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of another learning rate in the place of the stored one."""
+    run = next(r for r in stored_runs(small) if r.config.method.label == "FedAvg")
+    federation, config = federation_of(run.config), run.config
+    from msgspec.structs import replace
+
+    settings = replace(config.train, lr=10 * config.train.lr, rounds=2)
+    other = run_rounds(model_of(config, federation), federation, config.method, config.model.loss,
+                       settings, config.evaluate)  # fmt: skip
+    assert rerun(run, 1).holds
+    assert not compared(run, run.history(), other).holds
+
+
+def test_a_changed_file_is_found(small: Path, tmp_path: Path, capsys) -> None:
+    """Exit code 4, and the file is named."""
+    with (
+        tarfile.open(small / ARCHIVE, "r:xz") as old,
+        tarfile.open(tmp_path / ARCHIVE, "w:xz") as new,
+    ):
+        changed = False
+        for entry in old:
+            content = old.extractfile(entry).read()  # type: ignore[union-attr]
+            if entry.name.endswith("history.safetensors") and not changed:
+                content, changed = content[:-1] + bytes([content[-1] ^ 1]), True
+            new.addfile(entry, io.BytesIO(content))
+    with pytest.raises(SystemExit) as end:
+        main(["verify", str(tmp_path)])
+    assert end.value.code == 4
+    assert "was changed after it was written" in capsys.readouterr().err
+
+
+def test_diverged_runs_are_not_drawn(sweep: Path) -> None:
+    runs = stored_runs(sweep)
+    gone = StoredRun(runs[0].folder, runs[0].config, {**runs[0].manifest, "diverged_at": 3})
+    with pytest.raises(BadInput, match="every run diverged"):
+        draw([gone], 3, 0)
+    assert draw([gone, runs[1]], 3, 0) == [runs[1]]
+
+
+def test_losses_of_clients_that_were_away_do_not_count(small: Path) -> None:
+    run = stored_runs(small)[0]
+    history = run.history()
+    import dataclasses
+
+    away = history.loss.clone()
+    away[:, 0] = torch.nan
+    assert compared(run, history, dataclasses.replace(history, loss=away)).loss == 0
