@@ -259,7 +259,8 @@ def compare(
     """Paired differences between two methods: with intervals, and which clients gain or pay.
 
     Each side is a sweep's folder with a method label, FOLDER:LABEL or FOLDER:LABEL@ALPHA (the
-    configuration chosen on validation), or the folder of a single run.
+    configuration chosen on validation), or the folder of a single run. Where a folder holds both
+    protocols, ALPHA is boxes/0.1 or tables/0.1.
 
     Example: fairvar compare runs/mnist:FairGrad*@0.1 runs/mnist:FedAvg@0.1
 

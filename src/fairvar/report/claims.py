@@ -20,6 +20,7 @@ from fairvar.report.table import Column, Row, Table
 Metric = Literal["accuracy", "variance", "corrected_variance"]
 NAMES = {"accuracy": "accuracy", "variance": "variance", "corrected_variance": "corrected variance"}
 ALIKE, LESS, MORE = "alike", "less", "more"
+FEWEST_SEEDS = 3  # below that an interval over seeds says nothing about other seeds
 PLAIN = ("AAggFF", "q-FFL", "FairLoss")
 
 
@@ -116,12 +117,14 @@ def _signal(d: Difference) -> float:
 
 
 def claims_table(groups: Sequence[Group]) -> Table | None:
-    """Every sentence on every federation of the paper's data sets; None if there is none."""
+    """Every sentence on every federation of the paper's data sets that has seeds enough; None if
+    there is none."""
     rows = []
     for group in groups:
         dataset = DATASETS.get(group.dataset)
+        judged = min(len(r.trial.seeds) for r in group.results) >= FEWEST_SEEDS
         for sentence in SENTENCES:
-            if dataset in sentence.datasets:
+            if judged and dataset in sentence.datasets:
                 finding = judge(sentence, group.results, group.criterion.model)
                 if finding is not None:
                     rows.append(_row(group, finding))

@@ -1,10 +1,9 @@
 """Results small enough to publish: `runs.tar.xz` in place of a sweep's gigabytes.
 
 It holds the chosen runs, whose histories keep what reports show (right answers of every client,
-weights, the first training losses), and of every other configuration its
-validation curve.
-So choosing can be repeated, with other options too, and each table and figure drawn again; final
-models and the losses on validation and test data are left out.
+weights, the first training losses), and of every other configuration its validation curve. So
+choosing can be repeated and each table and figure drawn again; final models and the losses on
+validation and test data are left out.
 """
 
 from __future__ import annotations

@@ -63,14 +63,19 @@ def side(text: str, model: str | None) -> Side:
 
 def _group(folder: Path, alpha: str) -> Group:
     groups = gather(folder)
-    names = {f"{g.alpha:g}" if g.alpha is not None else "": g for g in groups}
+    protocols = {g.config.protocol for g in groups}
+    names = {_name(g, len(protocols) > 1): g for g in groups}
     if alpha in names:
         return names[alpha]
     if not alpha and len(groups) == 1:
         return groups[0]
-    raise BadInput(
-        f"{folder} has results for alpha {', '.join(names)}; say which, as in :FedAvg@0.1"
-    )
+    known, example = ", ".join(names), next(reversed(names), "0.1")
+    raise BadInput(f"{folder} has results for {known}; say which, as in :FedAvg@{example}")
+
+
+def _name(group: Group, several_protocols: bool) -> str:
+    alpha = "" if group.alpha is None else f"{group.alpha:g}"
+    return f"{group.config.protocol}/{alpha}" if several_protocols else alpha
 
 
 def _single(run: StoredRun, model: str | None) -> Side:

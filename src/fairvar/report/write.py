@@ -10,6 +10,7 @@ import numpy as np
 
 from fairvar.experiment import start_note
 from fairvar.report.claims import claims_table
+from fairvar.report.clients import clients_csv
 from fairvar.report.gather import Group
 from fairvar.report.look import save
 from fairvar.report.overview import Numbered, overview_files, overviews
@@ -50,6 +51,13 @@ def group_name(group: Group) -> str:
     return "-".join(parts)
 
 
+def group_names(groups: Sequence[Group]) -> list[str]:
+    """Each its own: federations may differ in what names do not tell, such as rounds."""
+    names = [group_name(group) for group in groups]
+    before = [names[:place].count(name) for place, name in enumerate(names)]
+    return [f"{name}-{n + 1}" if n else name for name, n in zip(names, before, strict=True)]
+
+
 def group_table(group: Group) -> Table:
     config, primary = group.config, group.criterion.model
     work = f"{config.train.local_epochs} local epoch" if config.train.local_epochs else (
@@ -79,8 +87,8 @@ def group_table(group: Group) -> Table:
 def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[Table], list[Path]]:
     """All tables and figures, and index.html; returns the tables and the files."""
     tables, written, sections = [], [], []
-    for group in groups:
-        table, name = group_table(group), group_name(group)
+    for group, name in zip(groups, group_names(groups), strict=True):
+        table = group_table(group)
         tables.append(table)
         for suffix, kind in FORMATS.items():
             written.append(out / f"table-{name}.{suffix}")
@@ -91,9 +99,10 @@ def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[T
             files = save(figure, out, f"{kind}-{name}")
             written += files
             shown.append(PageFigure(figure_svg(figure), CAPTIONS[kind], [f.name for f in files]))
-        sections.append(_section(group, table, shown))
+        sections.append(_section(group, name, table, shown))
     numbered = list(zip(groups, tables, strict=True))
-    for file, content in overview_files(numbered).items():
+    beside = {"clients.csv": clients_csv(groups), **overview_files(numbered)}
+    for file, content in beside.items():
         written.append(out / file)
         write_text(written[-1], content)
     claims = claims_table(groups)
@@ -129,10 +138,9 @@ def _figures(group: Group) -> Iterable[tuple[str, Any]]:
         yield "partition", partition_figure(group.dataset, counts, group.federation)
 
 
-def _section(group: Group, table: Table, figures: Sequence[PageFigure]) -> Section:
+def _section(group: Group, name: str, table: Table, figures: Sequence[PageFigure]) -> Section:
     chosen = "\n".join(f"{r.label}: {r.trial.describe(r.at)}" for r in group.results)
     alpha = "" if group.alpha is None else f", α = {group.alpha:g}"
-    name = group_name(group)
     protocol = "" if group.config.protocol == "boxes" else f", {group.config.protocol}"
     return Section(
         f"{group.dataset}{protocol}{alpha}",

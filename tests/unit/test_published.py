@@ -1,0 +1,44 @@
+"""The results in the repository: intact, and every published file comes out again byte by byte."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fairvar.report.gather import gather
+from fairvar.report.write import write_report
+from fairvar.verify import check_files
+
+ROOT = Path(__file__).parents[2]
+RESULTS = sorted(path.parent for path in (ROOT / "results").rglob("runs.tar.xz"))
+NAMES = [str(path.relative_to(ROOT / "results")) for path in RESULTS]
+
+
+def published(folder: Path) -> list[Path]:
+    """What git knows: reports of one's own may lie beside it."""
+    told = subprocess.run(["git", "ls-files", "--", str(folder)], cwd=ROOT, capture_output=True,
+                          text=True, check=True).stdout  # fmt: skip
+    return [ROOT / line for line in told.splitlines()]
+
+
+@pytest.mark.parametrize("folder", RESULTS, ids=NAMES)
+def test_every_file_is_as_it_was_written(folder: Path) -> None:
+    assert check_files(folder) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", RESULTS, ids=NAMES)
+def test_the_published_report_comes_out_again(folder: Path, tmp_path: Path) -> None:
+    groups = gather(folder)
+    write_report(groups, tmp_path, f"fairvar: {groups[0].config.name}")
+    files = published(folder / "report")
+    assert {"table-" in f.name for f in files} == {True, False}
+    differ = [f.name for f in files if f.read_bytes() != (tmp_path / f.name).read_bytes()]
+    assert differ == []
+
+
+def test_all_results_together_stay_small() -> None:
+    assert RESULTS
+    assert sum(f.stat().st_size for f in published(ROOT / "results")) < 20_000_000
