@@ -143,9 +143,11 @@ def test_report_writes_everything_twice_the_same(runs, capsys, tmp_path):
     assert "FairLoss*" in text
     assert {p.name: p.read_bytes() for p in (runs / "report").iterdir()} == files
     assert len(stored_runs(runs)) == 4  # the report's folder is no run
-    (name,) = (n for n in files if n.endswith(".csv"))
-    rows = list(csv.reader(files[name].decode().splitlines()))
-    assert len(rows) >= 3
+    rows = list(csv.reader(files["table-digits-alpha-0.5.csv"].decode().splitlines()))
+    assert len(rows) == 3
+    clients = list(csv.DictReader(files["clients.csv"].decode().splitlines()))
+    assert {row["seed"] for row in clients} == {"0", "1"}
+    assert all(0 <= int(row["right_global"]) <= int(row["test_samples"]) for row in clients)
     assert "table-digits-alpha-0.5.md" in files
 
 

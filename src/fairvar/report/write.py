@@ -118,7 +118,7 @@ def _front(numbered: Numbered, claims: Table | None) -> Iterable[Section]:
     """What stands before the single federations."""
     for table in overviews(numbered):
         anchor = "".join(c if c.isalnum() else "-" for c in table.title.partition(":")[0])
-        yield Section(table.title.partition(":")[0], f"all-{anchor}", table.title, table)
+        yield Section(table.title.partition(":")[0], f"all-{anchor}", "", table)
     if claims is not None:
         yield Section("The paper's sentences", "claims", "", claims)
 
