@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import tarfile
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from fairvar.cli import main
 from fairvar.engine.train import run_rounds
@@ -153,8 +155,6 @@ def test_a_wrong_result_is_found(small: Path, capsys: pytest.CaptureFixture[str]
     """A run of another learning rate in the place of the stored one."""
     run = next(r for r in stored_runs(small) if r.config.method.label == "FedAvg")
     federation, config = federation_of(run.config), run.config
-    from msgspec.structs import replace
-
     settings = replace(config.train, lr=10 * config.train.lr, rounds=2)
     other = run_rounds(model_of(config, federation), federation, config.method, config.model.loss,
                        settings, config.evaluate)  # fmt: skip
@@ -191,8 +191,6 @@ def test_diverged_runs_are_not_drawn(sweep: Path) -> None:
 def test_losses_of_clients_that_were_away_do_not_count(small: Path) -> None:
     run = stored_runs(small)[0]
     history = run.history()
-    import dataclasses
-
     away = history.loss.clone()
     away[:, 0] = torch.nan
     assert compared(run, history, dataclasses.replace(history, loss=away)).loss == 0

@@ -17,7 +17,7 @@ from fairvar.federation import Federation
 from fairvar.history import History
 from fairvar.methods import AFL, FairLoss, FedAvg, Method
 from fairvar.report.render import render
-from fairvar.report.results import choose, result_table
+from fairvar.report.results import Result, choose, result_table
 from fairvar.report.trial import Trial
 from fairvar.select import Choice, Criterion, Curve, Validation, best
 
@@ -237,3 +237,20 @@ def test_one_diverged_seed_rules_a_configuration_out(histories) -> None:
     (result,) = choose(trials, Criterion())
     assert result.trial.lr == 0.2
     assert result.configurations == 2
+
+
+def test_the_window_is_an_eighth_of_the_run_on_either_side(histories) -> None:
+    """Sixteen evaluated rounds, the ninth chosen: rounds 7 to 11 count."""
+    accuracy = np.random.default_rng(0).uniform(0, 1, (2, 16, CLIENTS))
+    made = [
+        dataclasses.replace(
+            histories[0], evaluated=torch.arange(1, 17),
+            update_norm=torch.zeros(16, CLIENTS).double(),
+            gradient_variance=torch.zeros(16).double(), evaluated_loss={},
+            accuracy={(s, "global"): torch.from_numpy(table) for s in ("valid", "test")},
+        )
+        for table in accuracy
+    ]  # fmt: skip
+    means, variances = Result(Trial(FedAvg(), 0.1, made), 8, 1).window("global")
+    np.testing.assert_allclose(means, accuracy[:, 6:11].mean((1, 2)))
+    np.testing.assert_allclose(variances, accuracy[:, 6:11].var(2, ddof=1).mean(1))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import replace
 from safetensors.numpy import load, save
 
 from fairvar.archive import condensed_history
@@ -108,8 +109,6 @@ def _run_files(run: StoredRun) -> dict[str, bytes]:
 
 
 def _summary_files(group: Group, method: Any, lr: float, summary: Summary) -> dict[str, bytes]:
-    from msgspec.structs import replace
-
     seed = int(summary.births[0]["seed"])
     config = replace(
         group.config, method=method, train=replace(group.config.train, lr=lr, seed=seed)
