@@ -30,6 +30,18 @@ def test_captured_rounds_are_ordinary_rounds(model: str, method: fv.Method, work
     assert found.state.round == 4
 
 
+def test_evaluated_epochs_repeat_the_recording_too() -> None:
+    """The clients' own models come out of it, so no round is computed beside it."""
+    RECORDINGS.kept.clear()
+    more: dict = {"rounds": 6, "evaluate_every": 1}
+    expected = run("cnn", fv.FairGrad(0.1), "auto", "epoch", **more)
+    found = run("cnn", fv.FairGrad(0.1), "auto", "epoch", capture=True, **more)
+    assert max(distance(found, expected).values()) <= TOLERANCE_64
+    (captured,) = RECORDINGS.kept.values()
+    assert captured.watches
+    assert len(captured.trained) == 1
+
+
 def test_one_recording_serves_runs_with_other_numbers_and_seeds() -> None:
     data = images(10)
     RECORDINGS.kept.clear()

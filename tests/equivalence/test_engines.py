@@ -20,6 +20,7 @@ from checks import (
     quadratic_run,
     same_bytes,
 )
+from fairvar.engine import task
 
 STEP: dict = {"batch_size": None}
 MINI_BATCH: dict = {"batch_size": 4}
@@ -63,6 +64,21 @@ def test_engines_agree(model: str, method: fv.Method, work: str) -> None:
         assert found.birth["engine"] == path
         gaps = distance(found, expected)
         assert max(gaps.values()) <= TOLERANCE_64, (path, gaps)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.label)
+@pytest.mark.parametrize("model", ["cnn", "batch_norm"])
+def test_engines_agree_with_convolutions_as_products(
+    model: str, method: fv.Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU."""
+    for work in ("mini_batch", "epoch"):
+        expected = run(model, method, "reference", work)
+        with monkeypatch.context() as patch:
+            patch.setattr(task, "products_pay", lambda _: True)
+            for path in paths(model, method, work):
+                gaps = distance(run(model, method, path, work), expected)
+                assert max(gaps.values()) <= TOLERANCE_64, (path, gaps)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.label)

@@ -107,7 +107,7 @@ def _client_gradients(run: Run, state: State, blocks: Blocks) -> tuple[Tensor, T
     def block_loss(
         params: Tree, x: Tensor, y: Tensor, real: Tensor | None, share: Tensor
     ) -> tuple[Tensor, Tree]:
-        losses, buffers = run.task.sample_losses(params, state.buffers, x, y, real)
+        losses, buffers = run.task.apart.sample_losses(params, state.buffers, x, y, real)
         return (losses * share).sum(), buffers
 
     over_blocks = vmap(
@@ -155,7 +155,9 @@ def _weighted_curvature(
     def slope(params: Tree) -> Tensor:
         def along(v: Tree, x: Tensor, y: Tensor, real: Tensor | None, share: Tensor) -> Tensor:
             def block_loss(at: Tree) -> Tensor:
-                return (run.task.sample_losses(at, state.buffers, x, y, real)[0] * share).sum()
+                return (
+                    run.task.apart.sample_losses(at, state.buffers, x, y, real)[0] * share
+                ).sum()
 
             return jvp(block_loss, (params,), (v,))[1]
 

@@ -25,10 +25,11 @@ from torch import Tensor
 
 from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State, advance
+from fairvar.engine.vmapped import Observer, Trained
 from fairvar.methods.base import Method
 from fairvar.models.check import tells_all
 
-RoundOf = Callable[[Run, State, int], Outcome]
+RoundOf = Callable[[Run, State, int, Observer | None], Outcome]
 T = TypeVar("T")
 LATER = 1  # the round that is recorded: in the first a warm start may act differently
 WARM_UP = 2  # rounds before recording: libraries choose and load their kernels
@@ -84,8 +85,10 @@ def _no_garbage_collection() -> Iterator[None]:
 class CapturedRound:
     """Repeats `round_of` from state to state for one run after the other."""
 
-    def __init__(self, run: Run, round_of: RoundOf, state: State) -> None:
+    def __init__(self, run: Run, round_of: RoundOf, state: State, watches: bool = False) -> None:
         device = run.device
+        # The clients' own models stay at hand where all of them are made together anyway.
+        self.watches, self.trained = watches and len(run.chunks()) == 1, list[Trained]()
         self.state = state.map(torch.clone)
         self.numbers = {
             name: torch.full((), value, dtype=torch.float64, device=device)
@@ -127,7 +130,9 @@ class CapturedRound:
                 mine.copy_(given)
 
     def _compute(self) -> tuple[State, Outcome]:
-        outcome = self.round_of(self.run, self.state, LATER)
+        self.trained = []
+        observe = self.trained.append if self.watches else None
+        outcome = self.round_of(self.run, self.state, LATER, observe)
         return advance(self.state, outcome, self.names[0].double()), outcome
 
     def _store(self, found: tuple[State, Outcome]) -> None:
@@ -162,7 +167,8 @@ class Recordings:
 
     def find(self, run: Run, path: str, round_of: RoundOf, state: State) -> CapturedRound:
         key = _key(run, path)
-        found = self.kept.pop(key, None) or CapturedRound(run, round_of, state)
+        found = self.kept.pop(key, None)
+        found = found or CapturedRound(run, round_of, state, watches=path == "vmapped")
         self.kept[key] = found
         while len(self.kept) > KEPT:
             self.kept.popitem(last=False)

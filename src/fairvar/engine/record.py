@@ -59,7 +59,7 @@ class Observation:
         self.sums.add("gradient", run.share[ids], trained.gradient)
         for split, table in self.local.items():
             data = run.federation.splits[split]
-            scores = evaluate_own(run.task, trained.params, trained.buffers, data, ids)
+            scores = evaluate_own(run.task.apart, trained.params, trained.buffers, data, ids)
             table.loss[ids], table.accuracy[ids] = scores
 
     def finish(self, state: State) -> Evaluation:

@@ -38,7 +38,7 @@ from fairvar.engine.run import (
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.state import Outcome, State, advance, initial_state
 from fairvar.engine.task import Task, make_task
-from fairvar.engine.vmapped import vmapped_round
+from fairvar.engine.vmapped import Observer, vmapped_round
 from fairvar.errors import BadInput
 from fairvar.federation import Federation
 from fairvar.history import History, Tables
@@ -208,14 +208,20 @@ class Prepared:
         call; a round whose losses are not finite leaves no usable state."""
         t, watch = state.round, _watch(seen)
         within = watch is not None and self.path == "vmapped"  # seen while the round is computed
-        if self.captured is not None and acts_alike(self.run.method, t) and not within:
-            if watch is not None:
+        captured = self.captured if acts_alike(self.run.method, t) else None
+        if captured is not None and (captured.watches or not within):
+            if watch is not None and within:
+                watch.before = state.map(torch.clone)  # the recording moves its own state on
+            elif watch is not None:
                 _see_clients(self.run, self.path, state, t, watch)
-            found = try_step(self.captured, state)
+            found = try_step(captured, state)
             if found is not None:
+                if watch is not None:
+                    for trained in captured.trained:
+                        watch(trained)
                 return found
             self.captured = None
-            seen = None
+            seen = seen if within else None
         outcome = self.round(state, t, seen)
         return advance(state, outcome), outcome
 
@@ -300,7 +306,10 @@ def _watch(seen: Observation | None) -> Observation | None:
     return seen if seen is not None and seen.watches_clients else None
 
 
-def _round_of_path(path: str, run: Run, state: State, t: int) -> Outcome:
+def _round_of_path(path: str, run: Run, state: State, t: int, observe: Observer | None) -> Outcome:
+    """What is recorded: only the vmapped path has clients' models to show."""
+    if path == "vmapped":
+        return vmapped_round(run, state, t, observe)
     return _round(run, path, state, t, None)
 
 

@@ -235,7 +235,7 @@ class _Step(NamedTuple):  # a tuple, because vmap looks into those
 
 def _client_step(run: Run, sent: Sent) -> Callable[..., _Step]:
     """One local step of one client, as a pure function to be vmapped."""
-    method, g = sent.method, sent.mean_gradient
+    method, g, task = sent.method, sent.mean_gradient, run.task.apart
 
     def client_step(
         params: Tree,
@@ -246,7 +246,7 @@ def _client_step(run: Run, sent: Sent) -> Callable[..., _Step]:
         full: Tensor | None,
     ) -> _Step:
         def loss_and_gradient(at: Tree) -> tuple[Tree, tuple[Tensor, Tree]]:
-            return grad_and_value(run.task.client_loss, has_aux=True)(at, buffers, x, y, real)
+            return grad_and_value(task.client_loss, has_aux=True)(at, buffers, x, y, real)
 
         gradient, (loss, new_buffers) = loss_and_gradient(params)
         own, shared = (
