@@ -11,6 +11,7 @@ stay in STORE while the machine is there. OUT gets, for every sweep, an archive 
 condense` and `fairvar report` read, and slice.json: the commit, the device, wall times, cells done.
 
     budget = "9min"                         # of the whole call
+    condensing = "90s"                      # of it, kept back to condense what was computed
     mps = true                              # let processes share the GPU at once, if it can
     [[sweep]]
     name = "boxes"                          # runs go to STORE/runs/NAME, the archive to OUT/NAME
@@ -45,7 +46,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 INDEX = "parts.json"
 UNITS = {"s": 1, "min": 60, "h": 3600}
-FOR_CONDENSING = 90  # seconds of the budget that are kept back
 
 
 def parts(folder: Path, out: Path, megabytes: int) -> None:
@@ -102,11 +102,11 @@ def seconds(text: str) -> float:
 def run(slice_file: Path, store: Path, out: Path, only: str | None) -> None:
     """Compute the sweeps of a slice, one after the other, within its budget."""
     plan = tomllib.loads(slice_file.read_text())
-    end = time.monotonic() + seconds(plan["budget"])
+    end = time.monotonic() + seconds(plan["budget"]) - seconds(plan.get("condensing", "90s"))
     told: dict[str, Any] = {"slice": slice_file.name, "commit": _commit(), "sweeps": []}
     told["mps"] = bool(plan.get("mps")) and _start_mps()
     for sweep in [s for s in plan["sweep"] if only in (None, s["name"])]:
-        left = end - time.monotonic() - FOR_CONDENSING
+        left = end - time.monotonic()
         if left < 10:
             print(f"no time left for {sweep['name']}", flush=True)
             continue
