@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fairvar.errors import BadInput
-from fairvar.report.paired import Difference, Paired, compare
+from fairvar.report.paired import Difference, Paired, compare, compare_rounds
 from fairvar.report.versus import Side, paired_dict, paired_table, versus
 
 NUMBERS = ("accuracy", "variance", "corrected_variance", "worst_10_percent")
@@ -106,6 +106,34 @@ def test_intervals_contain_the_truth(truth: float) -> None:
         # Var(base + effect) − Var(base) = Var(effect): the noise is the same on both sides.
         held["variance"] += found.variance.low <= spread**2 <= found.variance.high
     assert min(held.values()) >= 90, held
+
+
+def test_one_round_is_the_same_comparison() -> None:
+    """Drawn by counts there, by gathering here: the same draws, so the same intervals."""
+    a, b, samples = table(3, 3), table(4, 3), np.arange(20) + 5
+    a[1, 7] = np.nan
+    one, many_rounds = compare(a, b, samples), compare_rounds(a[None], b[None], samples)
+    for name in NUMBERS[:3]:
+        found, expected = getattr(many_rounds, name), getattr(one, name)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def test_rounds_are_averaged_within_each_draw() -> None:
+    a, b = (np.stack([table(s + k, 2) for k in range(5)]) for s in (10, 20))
+    found = compare_rounds(a, b, many())
+    each = [compare(x, y, many()) for x, y in zip(a, b, strict=True)]
+    for name in NUMBERS[:3]:
+        mean = np.mean([getattr(d, name).value for d in each])
+        assert getattr(found, name).value == pytest.approx(mean, abs=1e-12)
+
+
+def test_swings_of_single_rounds_cancel() -> None:
+    """A gain of one point under swings of five: hidden in one round, clear over forty."""
+    draw, b = np.random.default_rng(5), table(5, 3)
+    swings = draw.normal(0, 0.05, (2, 40, 3, 20))
+    a, b = b + 0.01 + swings[0], b + swings[1]
+    assert not compare(a[0], b[0], many()).accuracy.clear
+    assert compare_rounds(a, b, many()).accuracy.clear
 
 
 def test_pairing_is_what_makes_a_small_effect_clear() -> None:

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from fairvar.report.claims import ALIKE, LESS, MORE, SENTENCES, _verdict
+from dataclasses import replace
+from pathlib import Path
+
+from fairvar.report.claims import (
+    ALIKE,
+    LESS,
+    MORE,
+    SENTENCES,
+    _verdict,
+    beside_fedavg,
+    claims_table,
+)
+from fairvar.report.gather import gather
 from fairvar.report.paired import Difference
 
 UP, DOWN = Difference(1.0, 0.5, 1.5), Difference(-1.0, -1.5, -0.5)
@@ -29,3 +41,35 @@ def test_every_variance_is_judged_raw_and_corrected() -> None:
     corrected = {(s.text, s.left) for s in SENTENCES if s.metric == "corrected_variance"}
     assert raw == corrected
     assert raw
+
+
+def test_few_seeds_are_marked_and_never_judged_alone() -> None:
+    """By the published CIFAR-10 runs: three seeds of one protocol, one of the other."""
+    groups = gather(Path(__file__).parents[2] / "results" / "cifar10")
+    one = [g for g in groups if g.config.protocol == "tables"]
+    three = [g for g in groups if g.config.protocol == "boxes"]
+    assert claims_table(one) is None
+    alone, both = claims_table(three), claims_table(groups)
+    assert alone is not None
+    assert both is not None
+    marked = [str(row.cells["verdict"]).endswith("(few seeds)") for row in both.rows]
+    assert marked == [row.cells["seeds"] == "1" for row in both.rows]
+    assert len(both.rows) - sum(marked) == len(alone.rows) > 0
+    assert len(both.notes) == len(alone.notes) + 1
+    late = [str(row.cells["late_verdict"]).endswith("(few seeds)") for row in both.rows]
+    assert late == marked
+
+
+def test_every_method_stands_beside_fedavg() -> None:
+    (first, *_) = groups = gather(Path(__file__).parents[2] / "results" / "cifar10")
+    beside = beside_fedavg(groups)
+    assert beside is not None
+    alive = [r for g in groups for r in g.results if r.at is not None and r.label != "FedAvg"]
+    assert [row.label for row in beside.rows] == [r.label for r in alive]
+    for row in beside.rows:
+        for key, text in row.cells.items():
+            if key != "where":
+                low, high = map(float, str(text).partition("(")[2].partition(")")[0].split(" to "))
+                assert str(text).endswith("*") == (low > 0 or high < 0) or 0 in (low, high)
+    without = replace(first, results=[r for r in first.results if r.label != "FedAvg"])
+    assert beside_fedavg([without]) is None

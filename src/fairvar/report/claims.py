@@ -3,16 +3,20 @@
 A sentence becomes pairs of methods on one federation. Each pair is compared with the same seeds and
 clients on both sides (`paired`), and an interval that leaves zero out is a clear difference. Every
 interval has 95 %: of a hundred pairs that do not differ, about five look as if they did.
+
+Twice: at the chosen rounds, which is what the paper's tables show, and averaged over the last
+quarter of the rounds, the same for all methods, where the swing between evaluations cancels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from fairvar.report.gather import Group
-from fairvar.report.paired import Difference, compare
+from fairvar.report.paired import Difference, Late, Paired, compare, compare_rounds
 from fairvar.report.paper import DATASETS
 from fairvar.report.results import Result
 from fairvar.report.table import Column, Row, Table
@@ -21,6 +25,7 @@ Metric = Literal["accuracy", "variance", "corrected_variance"]
 NAMES = {"accuracy": "accuracy", "variance": "variance", "corrected_variance": "corrected variance"}
 ALIKE, LESS, MORE = "alike", "less", "more"
 FEWEST_SEEDS = 3  # below that an interval over seeds says nothing about other seeds
+VIEWS = (False, True)  # at the chosen rounds; late
 PLAIN = ("AAggFF", "q-FFL", "FairLoss")
 
 
@@ -78,21 +83,32 @@ class Finding:
     pairs: int
 
 
-def judge(sentence: Sentence, results: Sequence[Result], model: str) -> Finding | None:
-    """None if the methods were not run."""
+def judge(
+    sentence: Sentence, results: Sequence[Result], model: str, late: bool = False
+) -> Finding | None:
+    """At the chosen rounds, or `late`: over the last quarter. None if the methods were not run."""
     found = {r.label: r for r in results if r.at is not None}
     rivals = [r for r in sentence.right or found if r in found and r != sentence.left]
     if sentence.left not in found or not rivals:
         return None
     pairs = {}
     for rival in rivals:
-        a, b = (found[name].seed_accuracy(model) for name in (sentence.left, rival))
-        if a.shape == b.shape:
-            pairs[rival] = getattr(compare(a, b, found[rival].samples()), sentence.metric)
+        both = paired(found[sentence.left], found[rival], model, late)
+        if both is not None:
+            pairs[rival] = getattr(both, sentence.metric)
     if not pairs:
         return None
     verdict, decides = _verdict(sentence.relation, pairs)
     return Finding(sentence, verdict, decides, pairs[decides], len(pairs))
+
+
+@lru_cache(maxsize=512)
+def paired(a: Result, b: Result, model: str, late: bool) -> Paired | Late | None:
+    """None where not the same was measured."""
+    one, other = ((r.late(model) if late else r.seed_accuracy(model)) for r in (a, b))
+    if one.shape != other.shape:
+        return None
+    return (compare_rounds if late else compare)(one, other, b.samples())
 
 
 def _verdict(relation: str, pairs: dict[str, Difference]) -> tuple[str, str]:
@@ -117,45 +133,100 @@ def _signal(d: Difference) -> float:
 
 
 def claims_table(groups: Sequence[Group]) -> Table | None:
-    """Every sentence on every federation of the paper's data sets that has seeds enough; None if
-    there is none."""
-    rows = []
+    """Every sentence on every federation of the paper's data sets; None if none of them has seeds
+    enough. Those that have fewer are marked."""
+    rows, counts = [], set[int]()
     for group in groups:
         dataset = DATASETS.get(group.dataset)
-        judged = min(len(r.trial.seeds) for r in group.results) >= FEWEST_SEEDS
+        seeds = min(len(r.trial.seeds) for r in group.results)
         for sentence in SENTENCES:
-            if judged and dataset in sentence.datasets:
-                finding = judge(sentence, group.results, group.criterion.model)
-                if finding is not None:
-                    rows.append(_row(group, finding))
-    if not rows:
+            if dataset not in sentence.datasets:
+                continue
+            found = [judge(sentence, group.results, group.criterion.model, v) for v in VIEWS]
+            if found[0] is not None:
+                rows.append(_row(group, found, seeds))
+                counts.add(seeds)
+    if not counts or max(counts) < FEWEST_SEEDS:
         return None
     columns = [Column(k, h) for k, h in (
-        ("where", "federation"), ("metric", "in"), ("verdict", "verdict"),
+        ("where", "federation"), ("seeds", "seeds"), ("metric", "in"), ("verdict", "verdict"),
         ("pair", "deciding pair"), ("difference", "difference"), ("interval", "95 % interval"),
+        ("late_verdict", "late: verdict"), ("late_pair", "late: pair"),
+        ("late_difference", "late: diff."), ("late_interval", "late: 95 %"),
     )]  # fmt: skip
     notes = [
         "Paired over seeds and clients at the chosen configurations; accuracy in points, variances "
         "×100. The deciding pair speaks most against the sentence, and the difference is its left "
         "less its right side.",
+        "late: averaged over the last quarter of the rounds, the same ones for every method, "
+        "instead of each at its chosen round.",
         "Every interval by itself has 95 %: some of so many look clear by chance. The choice of "
         "the configurations is not resampled.",
     ]
+    if min(counts) < FEWEST_SEEDS:
+        notes.append(
+            f"(few seeds): fewer than {FEWEST_SEEDS}. With one seed the interval is over clients "
+            "alone, and another seed may well give another verdict."
+        )
     return Table("The paper's sentences, held against these runs", columns, rows, notes)
 
 
-def _row(group: Group, finding: Finding) -> Row:
-    sentence, d = finding.sentence, finding.difference
+def _row(group: Group, found: Sequence[Finding | None], seeds: int) -> Row:
+    first = found[0]
+    assert first is not None
+    sentence = first.sentence
+    cells = {"where": federation_name(group), "seeds": str(seeds), "metric": NAMES[sentence.metric]}
+    for start, finding in zip(("", "late_"), found, strict=True):
+        if finding is not None:
+            d, few = finding.difference, " (few seeds)" if seeds < FEWEST_SEEDS else ""
+            others = "" if finding.pairs == 1 else f" (of {finding.pairs})"
+            cells[f"{start}verdict"] = finding.verdict + few
+            cells[f"{start}pair"] = f"{sentence.left} − {finding.right}{others}"
+            cells[f"{start}difference"] = f"{100 * d.value:+.3f}"
+            cells[f"{start}interval"] = f"{100 * d.low:+.3f} to {100 * d.high:+.3f}"
+    return Row(sentence.text, cells)
+
+
+def federation_name(group: Group) -> str:
     alpha = "" if group.alpha is None else f", α {group.alpha:g}"
-    others = "" if finding.pairs == 1 else f" (of {finding.pairs})"
-    return Row(
-        sentence.text,
-        {
-            "where": f"{group.dataset}, {group.config.protocol}{alpha}",
-            "metric": NAMES[sentence.metric],
-            "verdict": finding.verdict,
-            "pair": f"{sentence.left} − {finding.right}{others}",
-            "difference": f"{100 * d.value:+.3f}",
-            "interval": f"{100 * d.low:+.3f} to {100 * d.high:+.3f}",
-        },
-    )
+    return f"{group.dataset}, {group.config.protocol}{alpha}"
+
+
+def beside_fedavg(groups: Sequence[Group]) -> Table | None:
+    """Every method less FedAvg over the last quarter of the rounds, for both models; None without
+    FedAvg, or with fewer than two evaluations there."""
+    rows = [row for group in groups for row in _beside(group)]
+    if not rows:
+        return None
+    models = (("local", "own"), ("global", "global"))
+    columns = [Column("where", "federation")] + [
+        Column(f"{model}_{metric}", f"{short} {head}")
+        for model, short in models
+        for metric, head in (("accuracy", "acc."), ("variance", "var."),
+                             ("corrected_variance", "corr."))
+    ]  # fmt: skip
+    notes = [
+        "Test data, the configurations chosen on validation data. Accuracy in points, variances "
+        "×100 with what the finite test sets add (var.) and without (corr.); in brackets the 95 % "
+        "interval, paired over seeds and clients. * leaves zero out.",
+        "own: each client's own model after its local work; global: the shared model.",
+        "Averaged over the evaluated rounds of the last quarter, the same for both sides.",
+    ]
+    return Table("Every method less FedAvg, late in training", columns, rows, notes)
+
+
+def _beside(group: Group) -> Iterator[Row]:
+    found = {r.label: r for r in group.results if r.at is not None}
+    base = found.pop("FedAvg", None)
+    if base is None:
+        return
+    for label, result in found.items():
+        cells = {"where": federation_name(group)}
+        for model in ("local", "global"):
+            both = paired(result, base, model, True) if len(base.late(model)) > 1 else None
+            for metric in NAMES if both is not None else ():
+                d = getattr(both, metric)
+                text = f"{100 * d.value:+.2f} ({100 * d.low:+.2f} to {100 * d.high:+.2f})"
+                cells[f"{model}_{metric}"] = text + (" *" if d.clear else "")
+        if len(cells) > 1:
+            yield Row(label, cells)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 
 from fairvar import rng
 from fairvar.errors import BadInput
@@ -61,19 +61,12 @@ def compare(
 
     Intervals by bootstrap: seeds and clients are drawn with replacement, the same draw for both.
     """
-    if a.shape != b.shape:
-        raise BadInput(f"cannot pair {a.shape} with {b.shape} (seeds, clients)")
-    measured = np.isfinite(a).all(0) & np.isfinite(b).all(0) & (samples > 0)
-    if measured.sum() < 2:
-        raise BadInput("fewer than two clients were measured under both methods")
+    measured = _measured(a, b, samples)
     p, q, n = a[:, measured], b[:, measured], samples[measured]
-    generator = rng.stream(seed, "paired", *p.shape)
-    rows = generator.integers(len(p), size=(resamples, len(p), 1))
-    columns = generator.integers(p.shape[1], size=(resamples, 1, p.shape[1]))
+    rows, columns = _draw(p.shape[0], p.shape[1], resamples, seed)
     drawn = _numbers(p[rows, columns], n[columns]) - _numbers(q[rows, columns], n[columns])
     seen = _numbers(p[None], n[None, None]) - _numbers(q[None], n[None, None])
-    low, high = np.percentile(drawn, [2.5, 97.5], axis=1)
-    found = [Difference(*map(float, t)) for t in zip(seen[:, 0], low, high, strict=True)]
+    found = _differences(seen[:, 0], drawn)
     change = np.full(a.shape[1], np.nan)
     change[measured] = (p - q).mean(0)
     error = np.full(a.shape[1], np.nan)
@@ -81,6 +74,98 @@ def compare(
         error[measured] = (p - q).std(0, ddof=1) / np.sqrt(len(p))
     accuracy, variance, corrected, worst = found
     return Paired(accuracy, variance, corrected, worst, change, error)
+
+
+class Late(NamedTuple):
+    """A − B averaged over rounds."""
+
+    accuracy: Difference
+    variance: Difference
+    corrected_variance: Difference
+
+
+def compare_rounds(
+    a: Float[np.ndarray, "rounds seeds n"],
+    b: Float[np.ndarray, "rounds seeds n"],
+    samples: Int64[np.ndarray, " n"],
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Late:
+    """The same for several rounds: each number is made in every round, then averaged over them.
+
+    A round's accuracies swing by points from one evaluation to the next; their average does not.
+    Drawn are seeds and clients as before, the rounds stay together.
+    """
+    measured = _measured(a, b, samples)
+    p, q, n = a[..., measured], b[..., measured], samples[measured]
+    seeds, clients = p.shape[1:]
+    rows, columns = _draw(seeds, clients, resamples, seed)
+    # How often each seed and client was drawn: resampled means are then matrix products.
+    times = _counts(columns[:, 0], clients)
+    turns = _counts(rows[:, :, 0], seeds) / seeds
+    drawn = np.stack(
+        [(turns * (x - y)).sum(1)
+         for x, y in zip(_over_rounds(p, n, times), _over_rounds(q, n, times), strict=True)]
+    )  # fmt: skip
+    once = np.ones((1, clients))
+    seen = np.array(
+        [(x - y).mean()
+         for x, y in zip(_over_rounds(p, n, once), _over_rounds(q, n, once), strict=True)]
+    )  # fmt: skip
+    return Late(*_differences(seen, drawn))
+
+
+def _measured(
+    a: Float[np.ndarray, "..."],
+    b: Float[np.ndarray, "..."],
+    samples: Int64[np.ndarray, " n"],
+) -> Bool[np.ndarray, " n"]:
+    """Clients that have an accuracy on both sides in every round and seed."""
+    if a.shape != b.shape:
+        raise BadInput(f"cannot pair {a.shape} with {b.shape} (seeds, clients)")
+    axes = tuple(range(a.ndim - 1))
+    measured = np.isfinite(a).all(axes) & np.isfinite(b).all(axes) & (samples > 0)
+    if measured.sum() < 2:
+        raise BadInput("fewer than two clients were measured under both methods")
+    return measured
+
+
+def _draw(
+    seeds: int, clients: int, resamples: int, seed: int
+) -> tuple[Int64[np.ndarray, "draws seeds one"], Int64[np.ndarray, "draws one n"]]:
+    generator = rng.stream(seed, "paired", seeds, clients)
+    rows = generator.integers(seeds, size=(resamples, seeds, 1))
+    return rows, generator.integers(clients, size=(resamples, 1, clients))
+
+
+def _differences(
+    seen: Float[np.ndarray, " k"], drawn: Float[np.ndarray, "k draws"]
+) -> list[Difference]:
+    low, high = np.percentile(drawn, [2.5, 97.5], axis=1)
+    return [Difference(*map(float, t)) for t in zip(seen, low, high, strict=True)]
+
+
+def _counts(drawn: Int64[np.ndarray, "draws k"], size: int) -> Float[np.ndarray, "draws size"]:
+    return (drawn[:, :, None] == np.arange(size)).sum(1).astype(float)
+
+
+def _over_rounds(
+    p: Float[np.ndarray, "rounds seeds n"],
+    samples: Int64[np.ndarray, " n"],
+    times: Float[np.ndarray, "draws n"],
+) -> list[Float[np.ndarray, "draws seeds"]]:
+    """Mean, variance and corrected variance over clients, averaged over rounds."""
+    rounds, seeds, n = p.shape
+
+    def mean(x: Float[np.ndarray, "rounds seeds n"]) -> Float[np.ndarray, "draws rounds seeds"]:
+        found: Float[np.ndarray, "draws k"] = times @ x.reshape(-1, n).T / n
+        return found.reshape(-1, rounds, seeds)
+
+    centre = p.mean()  # so that the difference of squares loses no digits
+    average = mean(p - centre)
+    variance = (mean((p - centre) ** 2) - average**2) * n / (n - 1)
+    noise = mean(p * (1 - p) / np.maximum(samples - 1, 1))
+    return [v.mean(1) for v in (average + centre, variance, variance - noise)]
 
 
 def _numbers(

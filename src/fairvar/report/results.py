@@ -52,6 +52,12 @@ class Result:
         means, variances = np.nanmean(tables, axis=2), np.nanvar(tables, axis=2, ddof=1)
         return means[:, near].mean(1), variances[:, near].mean(1)
 
+    def late(self, model: str) -> Float64[np.ndarray, "rounds seeds n"]:
+        """Test accuracy in the last quarter of the rounds: the same rounds for every method."""
+        rounds = np.array(self.trial.summary.rounds)
+        tables = [h.accuracy["test", model].numpy() for h in self.trial.histories]
+        return np.stack(tables, axis=1)[rounds > 0.75 * rounds[-1]]
+
     def samples(self) -> Int64[np.ndarray, " n"]:
         return self.trial.histories[0].samples["test"].numpy()
 

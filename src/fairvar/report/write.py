@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fairvar.experiment import start_note
-from fairvar.report.claims import claims_table
+from fairvar.report.claims import beside_fedavg, claims_table
 from fairvar.report.clients import clients_csv
 from fairvar.report.gather import Group
 from fairvar.report.look import save
@@ -105,22 +105,25 @@ def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[T
     for file, content in beside.items():
         written.append(out / file)
         write_text(written[-1], content)
-    claims = claims_table(groups)
-    if claims is not None:
-        written.append(out / "claims.md")
-        write_text(written[-1], render(claims, "markdown"))
-    page = Page(title, _subtitle(groups), [*_front(numbered, claims), *sections], _birth(groups))
+    judged = {"claims": claims_table(groups), "beside_fedavg": beside_fedavg(groups)}
+    for name, found in judged.items():
+        if found is not None:
+            written.append(out / f"{name}.md")
+            write_text(written[-1], render(found, "markdown"))
+    page = Page(title, _subtitle(groups), [*_front(numbered, judged), *sections], _birth(groups))
     written.append(write_page(out / "index.html", page))
     return tables, written
 
 
-def _front(numbered: Numbered, claims: Table | None) -> Iterable[Section]:
+def _front(numbered: Numbered, judged: Mapping[str, Table | None]) -> Iterable[Section]:
     """What stands before the single federations."""
     for table in overviews(numbered):
         anchor = "".join(c if c.isalnum() else "-" for c in table.title.partition(":")[0])
         yield Section(table.title.partition(":")[0], f"all-{anchor}", "", table)
-    if claims is not None:
-        yield Section("The paper's sentences", "claims", "", claims)
+    heads = {"claims": "The paper's sentences", "beside_fedavg": "Beside FedAvg"}
+    for name, found in judged.items():
+        if found is not None:
+            yield Section(heads[name], name, "", found)
 
 
 def _figures(group: Group) -> Iterable[tuple[str, Any]]:
