@@ -198,6 +198,21 @@ def test_compare_two_methods(runs, capsys):
     assert "clients gain" in text
 
 
+def test_compare_late_rounds(runs, capsys):
+    """The average of the last quarter, for sweeps and for single runs."""
+    sides = (f"{runs}:FairLoss*", f"{runs}:FedAvg@0.5")
+    found = json.loads(call(capsys, "compare", *sides, "--late", "--json")[1])
+    assert found["late"]
+    assert {"accuracy", "variance", "corrected_variance"} < found.keys()
+    assert "by_client" not in found
+    code, text, err = call(capsys, "compare", *sides, "--late")
+    assert (code, err) == (0, "")
+    assert "last quarter" in text
+    run = next(p for p in sorted(runs.iterdir()) if (p / "manifest.json").exists())
+    same = json.loads(call(capsys, "compare", run, run, "--late", "--json")[1])
+    assert same["variance"] == {"difference": 0.0, "interval": [0.0, 0.0], "clear": False}
+
+
 def test_compare_a_run_with_itself_is_zero(runs, capsys):
     run = next(p for p in sorted(runs.iterdir()) if (p / "manifest.json").exists())
     found = json.loads(call(capsys, "compare", run, run, "--json")[1])

@@ -253,6 +253,7 @@ def compare(
     b: str,
     *,
     model: str | None = None,
+    late: bool = False,
     plugin: Path | None = None,
     json: Json = False,
 ) -> None:
@@ -268,6 +269,8 @@ def compare(
         a: the method in question.
         b: what it is compared with.
         model: the "global" or the clients' own ("local") model.
+        late: average over the last quarter of the rounds, the same for both, instead of each at
+            its chosen round: single rounds swing.
         plugin: a Python file to load first, for methods of your own.
         json: print the numbers as JSON.
     """
@@ -275,7 +278,7 @@ def compare(
     from fairvar.report.versus import paired_dict, paired_table, side, versus
 
     load_plugin(plugin)
-    left, right = side(a, model), side(b, model)
+    left, right = side(a, model, late), side(b, model, late)
     paired = versus(left, right)
     if json:
         return print_json(paired_dict(left, right, paired))

@@ -116,8 +116,8 @@ def compare_rounds(
 
 
 def _measured(
-    a: Float[np.ndarray, "..."],
-    b: Float[np.ndarray, "..."],
+    a: Float[np.ndarray, ...],
+    b: Float[np.ndarray, ...],
     samples: Int64[np.ndarray, " n"],
 ) -> Bool[np.ndarray, " n"]:
     """Clients that have an accuracy on both sides in every round and seed."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 
 from fairvar.metrics import variance_in_units
 from fairvar.report.paired import compare
@@ -54,12 +54,16 @@ class Result:
 
     def late(self, model: str) -> Float64[np.ndarray, "rounds seeds n"]:
         """Test accuracy in the last quarter of the rounds: the same rounds for every method."""
-        rounds = np.array(self.trial.summary.rounds)
         tables = [h.accuracy["test", model].numpy() for h in self.trial.histories]
-        return np.stack(tables, axis=1)[rounds > 0.75 * rounds[-1]]
+        return np.stack(tables, axis=1)[late_rounds(np.array(self.trial.summary.rounds))]
 
     def samples(self) -> Int64[np.ndarray, " n"]:
         return self.trial.histories[0].samples["test"].numpy()
+
+
+def late_rounds(evaluated: Int64[np.ndarray, " rounds"]) -> Bool[np.ndarray, " rounds"]:
+    """Those in the last quarter of the run."""
+    return evaluated > 0.75 * evaluated[-1]
 
 
 def choose(trials: Iterable[Trial], criterion: Criterion) -> list[Result]:

@@ -14,7 +14,8 @@ from rich.table import Table as RichTable
 from fairvar.errors import BadInput, unknown
 from fairvar.experiment import StoredRun
 from fairvar.report.gather import Group, gather
-from fairvar.report.paired import Paired, compare
+from fairvar.report.paired import Late, Paired, compare, compare_rounds
+from fairvar.report.results import late_rounds
 from fairvar.store import is_complete
 
 SHOWN = 5  # clients listed on either side
@@ -26,18 +27,19 @@ class Side:
     name: str
     model: str
     passport: str  # sha256 of the partition: only equal ones can be paired
-    accuracy: Float[np.ndarray, "seeds n"]
+    accuracy: Float[np.ndarray, "*rounds seeds n"]  # without rounds: at the chosen one
     samples: Int64[np.ndarray, " n"]
     seeds: list[int]
 
 
-def side(text: str, model: str | None) -> Side:
-    """FOLDER:LABEL[@ALPHA] of a sweep, or the folder of one run."""
+def side(text: str, model: str | None, late: bool = False) -> Side:
+    """FOLDER:LABEL[@ALPHA] of a sweep, or the folder of one run; `late`: the last quarter of the
+    rounds instead of the chosen one (of a single run, the last)."""
     if model not in (None, *MODELS):
         raise unknown("model", model, MODELS)
     folder, _, label = text.partition(":")
     if not label and is_complete(Path(folder)):
-        return _single(StoredRun.open(Path(folder)), model)
+        return _single(StoredRun.open(Path(folder)), model, late)
     if not label:
         raise BadInput(
             f"{text!r}: name a method, such as {folder}:FedAvg, or a single run's folder"
@@ -55,7 +57,7 @@ def side(text: str, model: str | None) -> Side:
         f"{label} ({result.trial.describe(result.at)})",
         which,
         str(group.passport.get("sha256")),
-        result.seed_accuracy(which),
+        result.late(which) if late else result.seed_accuracy(which),
         result.samples(),
         result.trial.seeds,
     )
@@ -78,19 +80,20 @@ def _name(group: Group, several_protocols: bool) -> str:
     return f"{group.config.protocol}/{alpha}" if several_protocols else alpha
 
 
-def _single(run: StoredRun, model: str | None) -> Side:
+def _single(run: StoredRun, model: str | None, late: bool) -> Side:
     history, which = run.history(), model or run.config.select.model
+    accuracy = history.accuracy["test", which].numpy()
     return Side(
         f"{run.config.method.label} ({run.folder.name})",
         which,
         str(run.manifest["passport"].get("sha256")),
-        history.accuracy["test", which][-1:].numpy(),
+        accuracy[late_rounds(history.evaluated.numpy())][:, None] if late else accuracy[-1:],
         history.samples["test"].numpy(),
         [run.config.train.seed],
     )
 
 
-def versus(a: Side, b: Side) -> Paired:
+def versus(a: Side, b: Side) -> Paired | Late:
     """Pair over the seeds that both have; another partition has other clients and is refused."""
     if a.passport != b.passport:
         raise BadInput("the two sides have different partitions: their clients cannot be paired")
@@ -98,7 +101,8 @@ def versus(a: Side, b: Side) -> Paired:
     if not common:
         raise BadInput(f"no common seed: {a.seeds} and {b.seeds}")
     rows_a, rows_b = ([s.seeds.index(seed) for seed in common] for s in (a, b))
-    return compare(a.accuracy[rows_a], b.accuracy[rows_b], a.samples)
+    one, other = a.accuracy[..., rows_a, :], b.accuracy[..., rows_b, :]
+    return (compare if one.ndim == 2 else compare_rounds)(one, other, a.samples)
 
 
 NUMBERS = (
@@ -109,16 +113,21 @@ NUMBERS = (
 )
 
 
-def paired_table(a: Side, b: Side, paired: Paired) -> Iterator[Any]:
-    yield f"[bold]A[/bold] {a.name}\n[bold]B[/bold] {b.name}\ntest data, {a.model} model"
+def paired_table(a: Side, b: Side, paired: Paired | Late) -> Iterator[Any]:
+    when = "" if isinstance(paired, Paired) else ", average of the last quarter of the rounds"
+    yield f"[bold]A[/bold] {a.name}\n[bold]B[/bold] {b.name}\ntest data, {a.model} model{when}"
     table = RichTable(title="A − B, paired over seeds and clients", title_justify="left")
     for head in ("", "difference", "95 % interval", "clear?"):
         table.add_column(head, justify="left" if not head else "right")
     for key, name in NUMBERS:
-        d = getattr(paired, key)
+        d = getattr(paired, key, None)
+        if d is None:
+            continue
         table.add_row(name, f"{100 * d.value:+.3f}", f"{100 * d.low:+.3f} to {100 * d.high:+.3f}",
                       "yes" if d.clear else "within noise")  # fmt: skip
     yield table
+    if not isinstance(paired, Paired):
+        return
     gain, pay = paired.gaining, paired.paying
     same = int(np.isfinite(paired.by_client).sum()) - len(gain) - len(pay)
     yield f"{len(gain)} clients gain, {len(pay)} pay, {same} are the same"
@@ -128,10 +137,14 @@ def paired_table(a: Side, b: Side, paired: Paired) -> Iterator[Any]:
             yield f"  {name} (client: points)  " + ", ".join(shown)
 
 
-def paired_dict(a: Side, b: Side, paired: Paired) -> dict[str, Any]:
-    found: dict[str, Any] = {"a": a.name, "b": b.name, "model": a.model}
+def paired_dict(a: Side, b: Side, paired: Paired | Late) -> dict[str, Any]:
+    late = not isinstance(paired, Paired)
+    found: dict[str, Any] = {"a": a.name, "b": b.name, "model": a.model, "late": late}
     for key, _ in NUMBERS:
-        d = getattr(paired, key)
-        found[key] = {"difference": d.value, "interval": [d.low, d.high], "clear": d.clear}
+        d = getattr(paired, key, None)
+        if d is not None:
+            found[key] = {"difference": d.value, "interval": [d.low, d.high], "clear": d.clear}
+    if not isinstance(paired, Paired):
+        return found
     clients = [None if np.isnan(v) else float(v) for v in paired.by_client]
     return found | {"by_client": clients, "gaining": paired.gaining, "paying": paired.paying}
