@@ -168,7 +168,8 @@ def claims_table(groups: Sequence[Group]) -> Table | None:
             f"(few seeds): fewer than {FEWEST_SEEDS}. With one seed the interval is over clients "
             "alone, and another seed may well give another verdict."
         )
-    return Table("The paper's sentences, held against these runs", columns, rows, notes)
+    title = "The paper's sentences, held against these runs"
+    return Table(title, columns, rows, notes, of="sentence")
 
 
 def _row(group: Group, found: Sequence[Finding | None], seeds: int) -> Row:

@@ -24,7 +24,7 @@ def scrolling_table(table: Table) -> Html:
     """In a box of its own, so that a wide table never widens the page."""
     columns = {column.key: _column(table, column) for column in table.columns}
     rows = [
-        tag("tr", _name(row), *(column[i] for column in columns.values()))
+        tag("tr", _name(row, table.of), *(column[i] for column in columns.values()))
         for i, row in enumerate(table.rows)
     ]
     head = tag("thead", tag("tr", *_headers(table)))
@@ -34,7 +34,8 @@ def scrolling_table(table: Table) -> Html:
 
 
 def _headers(table: Table) -> Iterator[Html]:
-    yield _header("method", "text", "the method, in the colour it has in the figures")
+    coloured = "the method, in the colour it has in the figures"
+    yield _header(table.of, "text", coloured if table.of == "method" else f"the {table.of}")
     for column in table.columns:
         yield _header(column.header, _kind(table, column), definition(column))
 
@@ -61,7 +62,9 @@ def _kind(table: Table, column: Column) -> str:
     return "number" if numbers or not words else "text"
 
 
-def _name(row: Row) -> Html:
+def _name(row: Row, of: str) -> Html:
+    if of != "method":
+        return tag("th", text(row.label), scope="row", data_value=row.label)
     dot = tag("circle", cx="5", cy="5", r="4.5", fill=look(row.label or "-").colour)
     mark = tag("svg", dot, class_="dot", viewBox="0 0 10 10", aria_hidden="true")
     return tag("th", mark, text(row.label), scope="row", data_value=row.label)

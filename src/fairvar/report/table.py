@@ -62,6 +62,7 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Row]
     notes: Sequence[str] = ()
+    of: str = "method"  # what a row is about
 
     def __post_init__(self) -> None:
         keys = [column.key for column in self.columns]

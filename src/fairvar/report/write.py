@@ -98,7 +98,9 @@ def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[T
         for kind, figure in figures:
             files = save(figure, out, f"{kind}-{name}")
             written += files
-            shown.append(PageFigure(figure_svg(figure), CAPTIONS[kind], [f.name for f in files]))
+            # The page links the picture alone: results are often published without the PDFs.
+            links = [f.name for f in files if f.suffix == ".png"]
+            shown.append(PageFigure(figure_svg(figure), CAPTIONS[kind], links))
         sections.append(_section(group, name, table, shown))
     numbered = list(zip(groups, tables, strict=True))
     beside = {"clients.csv": clients_csv(groups), **overview_files(numbered)}
@@ -110,16 +112,21 @@ def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[T
         if found is not None:
             written.append(out / f"{name}.md")
             write_text(written[-1], render(found, "markdown"))
-    page = Page(title, _subtitle(groups), [*_front(numbered, judged), *sections], _birth(groups))
+    every = [*_overviews(numbered), *sections, *_judged(judged)]
+    page = Page(title, _subtitle(groups), every, _birth(groups))
     written.append(write_page(out / "index.html", page))
     return tables, written
 
 
-def _front(numbered: Numbered, judged: Mapping[str, Table | None]) -> Iterable[Section]:
+def _overviews(numbered: Numbered) -> Iterable[Section]:
     """What stands before the single federations."""
     for table in overviews(numbered):
         anchor = "".join(c if c.isalnum() else "-" for c in table.title.partition(":")[0])
         yield Section(table.title.partition(":")[0], f"all-{anchor}", "", table)
+
+
+def _judged(judged: Mapping[str, Table | None]) -> Iterable[Section]:
+    """The long tables behind them."""
     heads = {"claims": "The paper's sentences", "beside_fedavg": "Beside FedAvg"}
     for name, found in judged.items():
         if found is not None:
