@@ -1,6 +1,7 @@
 """Milliseconds per round of CIFAR-10 as the paper splits it: what a slice of a grid will cost.
 
 python benchmarks/cifar10_rounds.py tf32 step        # or full, bfloat16; or epoch
+python benchmarks/cifar10_rounds.py tf32 epoch grouped   # without convolutions as products
 Needs a GPU, the data (FAIRVAR_DATA) and, where fairvar is not installed, PYTHONPATH=src:.carry.
 """
 
@@ -14,12 +15,13 @@ from statistics import median
 import torch
 
 from fairvar.config import Config
+from fairvar.engine import task
 from fairvar.engine.train import run_rounds
 from fairvar.experiment import federation_of, model_of
 
 METHODS = (
     {"name": "fedavg"}, {"name": "afl"}, {"name": "qffl"}, {"name": "aaggff"},
-    {"name": "fairloss"}, {"name": "fairloss", "exact": True},
+    {"name": "fairloss", "strength": 0.1}, {"name": "fairloss", "strength": 0.1, "exact": True},
     {"name": "fairgrad", "strength": 0.001}, {"name": "fairgrad", "strength": 0.001, "exact": True},
 )  # fmt: skip
 
@@ -38,7 +40,9 @@ def milliseconds(config: Config) -> float:
     return 1000 * median(b - a for a, b in pairwise(marks[3:-1]))
 
 
-def main(precision: str, work: str) -> None:
+def main(precision: str, work: str, convolutions: str = "products") -> None:
+    if convolutions == "grouped":
+        task.products_pay = lambda _: False
     train = {"rounds": 30, "batch_size": 64, "lr": 0.05, "device": "cuda", "precision": precision}
     if work == "epoch":
         train |= {"rounds": 10, "local_epochs": 1}

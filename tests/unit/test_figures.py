@@ -57,7 +57,14 @@ def weights() -> Figure:
     return figures.weights_over_rounds(table, "AFL (step λ = 0.1)")
 
 
+def gains() -> Figure:
+    found = {"accuracy": {"AFL": (-0.5, -1.0, 0.2), "FairGrad": (1.0, 0.5, 1.5)},
+             "variance": {"AFL": (-0.4, -0.6, -0.2)}}  # fmt: skip
+    return figures.differences(found, {"accuracy": "points", "variance": "× 100"})
+
+
 DRAWN: dict[str, Callable[[], Figure]] = {
+    "differences": gains,
     "accuracies": lambda: figures.client_accuracies(
         accuracies(), {m: np.full(50, 0.02) for m in METHODS}
     ),
@@ -83,6 +90,23 @@ def test_equal_bytes_and_no_trace(name: str, tmp_path: Path) -> None:
     assert b"CreationDate" not in first[1].read_bytes()
     pyplot = sys.modules.get("matplotlib.pyplot")
     assert pyplot is None or pyplot.get_fignums() == []
+
+
+def test_differences_are_filled_where_they_are_clear() -> None:
+    pytest.importorskip("matplotlib")
+    panels = gains().axes
+    marks = [[line.get_markerfacecolor() for line in axes.lines if line.get_marker() != "None"]
+             for axes in panels]  # fmt: skip
+    assert marks == [["white", look.look("FairGrad").colour], [look.look("AFL").colour]]
+    assert [t.get_text() for t in panels[0].get_yticklabels()] == ["AFL", "FairGrad"]
+
+
+def test_pictures_have_a_table_of_colours(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    image = pytest.importorskip("PIL.Image")
+    picture = image.open(look.save(gains(), tmp_path, "a")[0])
+    assert picture.mode == "P"
+    assert len(picture.convert("RGB").getcolors()) <= 128
 
 
 def test_saving_moves_nothing(tmp_path: Path) -> None:

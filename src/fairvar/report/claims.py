@@ -216,18 +216,26 @@ def beside_fedavg(groups: Sequence[Group]) -> Table | None:
     return Table("Every method less FedAvg, late in training", columns, rows, notes)
 
 
-def _beside(group: Group) -> Iterator[Row]:
-    found = {r.label: r for r in group.results if r.at is not None}
-    base = found.pop("FedAvg", None)
-    if base is None:
-        return
-    for label, result in found.items():
-        cells = {"where": federation_name(group)}
+def late_differences(results: Sequence[Result]) -> dict[tuple[str, str], Paired | Late]:
+    """By method and model, less FedAvg; where both were evaluated at least twice."""
+    alive = {r.label: r for r in results if r.at is not None}
+    base, found = alive.pop("FedAvg", None), {}
+    for label, result in alive.items() if base is not None else ():
         for model in ("local", "global"):
-            both = paired(result, base, model, True) if len(base.late(model)) > 1 else None
-            for metric in NAMES if both is not None else ():
-                d = getattr(both, metric)
-                text = f"{100 * d.value:+.2f} ({100 * d.low:+.2f} to {100 * d.high:+.2f})"
-                cells[f"{model}_{metric}"] = text + (" *" if d.clear else "")
-        if len(cells) > 1:
-            yield Row(label, cells)
+            measured = ("test", model) in result.trial.histories[0].accuracy
+            if measured and len(result.late(model)) > 1:
+                both = paired(result, base, model, True)
+                if both is not None:
+                    found[label, model] = both
+    return found
+
+
+def _beside(group: Group) -> Iterator[Row]:
+    rows: dict[str, dict[str, str]] = {}
+    for (label, model), both in late_differences(group.results).items():
+        cells = rows.setdefault(label, {"where": federation_name(group)})
+        for metric in NAMES:
+            d = getattr(both, metric)
+            text = f"{100 * d.value:+.2f} ({100 * d.low:+.2f} to {100 * d.high:+.2f})"
+            cells[f"{model}_{metric}"] = text + (" *" if d.clear else "")
+    yield from (Row(label, cells) for label, cells in rows.items())

@@ -111,6 +111,38 @@ def _ranked(axes: Axes, values: Floats, colour: str, width: float) -> tuple[Floa
 
 
 @styled
+def differences(
+    found: Mapping[str, Mapping[str, tuple[float, float, float]]], units: Mapping[str, str]
+) -> Figure:
+    """What each method gains or loses: (value, low, high) by panel and method, with zero in grey.
+
+    Filled marks where the interval leaves zero out. `units`: under each panel.
+    """
+    demand_some(found, "differences")
+    labels = list(dict.fromkeys(label for panel in found.values() for label in panel))
+    figure = new_figure(1.9 * len(found) + 0.7, 0.19 * len(labels) + 0.75)
+    panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    for axes, (name, values) in zip(panels, found.items(), strict=True):
+        axes.axvline(0, color=GREY, lw=0.8)
+        for row, label in enumerate(labels):
+            if label in values:
+                value, low, high = values[label]
+                style, clear = look(label), low > 0 or high < 0
+                axes.plot([low, high], [row, row], color=style.colour, lw=1.2 if clear else 0.7)
+                axes.plot(value, row, style.marker, color=style.colour, ms=4.5,
+                          mfc=style.colour if clear else "white")  # fmt: skip
+        axes.set_title(name, loc="left", color=DARK)
+        axes.set_xlabel(units[name])
+        axes.spines["left"].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    panels[0].set_yticks(range(len(labels)), labels)
+    for tick, label in zip(panels[0].get_yticklabels(), labels, strict=True):
+        tick.set_color(ink(label))
+    panels[0].set_ylim(len(labels) - 0.5, -0.5)
+    return figure
+
+
+@styled
 def partition(
     counts: ArrayLike, title: str = "", numbers: Mapping[str, str] | None = None
 ) -> Figure:

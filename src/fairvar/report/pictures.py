@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fairvar.report import figures
+from fairvar.report.claims import late_differences
 from fairvar.report.front import Point, front
 from fairvar.report.results import Result, noise_floor
 from fairvar.report.table import mean_and_standard_error
@@ -49,6 +50,22 @@ def curves_figure(results: Sequence[Result], model: str = "global") -> Figure:
         mean[result.label] = by_seed.mean(0)
         low[result.label], high[result.label] = by_seed.min(0), by_seed.max(0)
     return figures.learning_curves(rounds, mean, low, high, "mean accuracy over clients (%)")
+
+
+def beside_figure(results: Sequence[Result]) -> Figure | None:
+    """Every method less FedAvg, late; None where there is nothing to draw."""
+    found = late_differences(results)
+    panels: dict[str, dict[str, tuple[float, float, float]]] = {}
+    units = {}
+    for model, name in (("local", "own models"), ("global", "global model")):
+        for metric, unit in (("accuracy", "points"), ("variance", "variance × 100")):
+            title = f"{name}, {metric}"
+            values = {label: getattr(pair, metric) for (label, m), pair in found.items()
+                      if m == model}  # fmt: skip
+            panels[title] = {k: (100 * d.value, 100 * d.low, 100 * d.high)
+                             for k, d in values.items()}  # fmt: skip
+            units[title] = unit
+    return figures.differences(panels, units) if found else None
 
 
 def weights_figure(result: Result) -> Figure:

@@ -18,6 +18,7 @@ from fairvar.report.page import Page, PageFigure, Section, figure_svg, write_pag
 from fairvar.report.paper import printed
 from fairvar.report.pictures import (
     accuracy_figure,
+    beside_figure,
     curves_figure,
     front_figure,
     partition_figure,
@@ -36,6 +37,8 @@ CAPTIONS = {
     "configurations after their last round, marks the chosen ones with standard errors over seeds.",
     "curves": "Mean test accuracy over clients by round at the chosen configurations; bands span "
     "the seeds.",
+    "beside_fedavg": "Every method less FedAvg, averaged over the last quarter of the rounds, with "
+    "paired 95 % intervals over seeds and clients; filled where zero is left out.",
     "weights": "The server's weights over rounds.",
     "partition": "Who holds what: training samples by client and class.",
 }
@@ -140,6 +143,9 @@ def _figures(group: Group) -> Iterable[tuple[str, Any]]:
         yield "client_accuracies", accuracy_figure(alive, primary)
         yield "front", front_figure(group.trials, alive, primary)
         yield "curves", curves_figure(alive, primary)
+        beside = beside_figure(alive)
+        if beside is not None:
+            yield "beside_fedavg", beside
     weighted = [r for r in alive if r.trial.method.uses_losses]
     if weighted:
         yield "weights", weights_figure(weighted[0])
