@@ -2,7 +2,9 @@
 
 A run from a GPU does not come out bit by bit on a CPU: sums are taken in another order, and a
 network's training then drifts apart. So a few first rounds are run again and compared within a
-tolerance, in the measures that reports use.
+tolerance, in the measures that reports use. The tolerance is wide for runs whose products were
+rounded (TF32, bfloat16) and that take many local steps between two evaluations: hundreds of steps
+of a network turn such rounding into another trajectory.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from fairvar import rng
+from fairvar.config import Config
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput
 from fairvar.experiment import StoredRun, federation_of, model_of
@@ -25,8 +28,22 @@ from fairvar.report.condensed import Condensed, unpacked
 from fairvar.report.gather import stored_runs
 from fairvar.store import verify
 
-ACCURACY_TOLERANCE = 0.005  # of the mean over clients, as a fraction
-LOSS_TOLERANCE = 0.02  # relative, of every client's training loss; stored losses have three digits
+
+class Tolerance(NamedTuple):
+    accuracy: float  # of the mean over clients, as a fraction
+    loss: float  # relative, of every client's training loss; stored losses have three digits
+
+    def __str__(self) -> str:
+        return f"{100 * self.accuracy:g} points, {self.loss:.0%}"
+
+
+NARROW, WIDE = Tolerance(0.005, 0.02), Tolerance(0.03, 0.10)
+
+
+def tolerance(config: Config) -> Tolerance:
+    train = config.train
+    one_step = train.local_epochs is None and train.local_steps == 1
+    return NARROW if train.precision == "full" or one_step else WIDE
 
 
 @dataclass(frozen=True)
@@ -41,7 +58,8 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        return self.accuracy <= ACCURACY_TOLERANCE and self.loss <= LOSS_TOLERANCE
+        allowed = tolerance(self.run.config)
+        return self.accuracy <= allowed.accuracy and self.loss <= allowed.loss
 
     def to_dict(self) -> dict[str, Any]:
         config = self.run.config
@@ -58,6 +76,7 @@ class Agreement:
             "accuracy_difference": self.accuracy,
             "answers_that_differ": self.answers,
             "loss_difference": self.loss,
+            "tolerance": tolerance(config)._asdict(),
             "holds": self.holds,
         }
 

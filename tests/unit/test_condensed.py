@@ -13,6 +13,7 @@ import torch
 from msgspec.structs import replace
 
 from fairvar.cli import main
+from fairvar.config import Config
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.experiment import StoredRun, federation_of, model_of
@@ -22,7 +23,7 @@ from fairvar.report.gather import gather, stored_runs
 from fairvar.report.write import write_report
 from fairvar.select import Criterion
 from fairvar.sweep import run_sweep
-from fairvar.verify import compared, draw, rerun
+from fairvar.verify import NARROW, WIDE, Agreement, Tolerance, compared, draw, rerun, tolerance
 
 PLAN = {
     "name": "tiny",
@@ -159,6 +160,7 @@ def test_a_wrong_result_is_found(small: Path, capsys: pytest.CaptureFixture[str]
     other = run_rounds(model_of(config, federation), federation, config.method, config.model.loss,
                        settings, config.evaluate)  # fmt: skip
     assert rerun(run, 1).holds
+    assert tolerance(run.config) == NARROW
     assert not compared(run, run.history(), other).holds
 
 
@@ -194,3 +196,22 @@ def test_losses_of_clients_that_were_away_do_not_count(small: Path) -> None:
     away = history.loss.clone()
     away[:, 0] = torch.nan
     assert compared(run, history, dataclasses.replace(history, loss=away)).loss == 0
+
+
+def test_only_rounded_epochs_may_drift(tmp_path: Path) -> None:
+    """TF32 with one step per round is held to the narrow tolerance, as full precision is."""
+    given = {"data": {"name": "digits"}, "model": {"name": "avgcnn"}, "method": {"name": "fedavg"}}
+    kinds: list[tuple[str, dict, Tolerance]] = [
+        ("full", {"local_epochs": 1}, NARROW),
+        ("tf32", {}, NARROW),
+        ("tf32", {"local_epochs": 1}, WIDE),
+        ("bfloat16", {"local_steps": 3}, WIDE),
+    ]
+    for precision, work, allowed in kinds:
+        train = {"precision": precision, "batch_size": 8, **work}
+        config = Config.from_dict({**given, "train": train})
+        assert tolerance(config) == allowed
+        run = StoredRun(tmp_path, config, {"birth": {}})
+        for part in (0.9, 1.1):
+            found = Agreement(run, 5, part * allowed.accuracy, 0.0, part * allowed.loss)
+            assert found.holds == (part < 1)

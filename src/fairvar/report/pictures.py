@@ -55,13 +55,14 @@ def curves_figure(results: Sequence[Result], model: str = "global") -> Figure:
 def beside_figure(results: Sequence[Result]) -> Figure | None:
     """Every method less FedAvg, late; None where there is nothing to draw."""
     found = late_differences(results)
-    panels: dict[str, dict[str, tuple[float, float, float]]] = {}
-    units = {}
+    panels, units = {}, {}
     for model, name in (("local", "own models"), ("global", "global model")):
+        pairs = {label: pair for (label, seen), pair in found.items() if seen == model}
+        if not pairs:
+            continue
         for metric, unit in (("accuracy", "points"), ("variance", "variance × 100")):
             title = f"{name}, {metric}"
-            values = {label: getattr(pair, metric) for (label, m), pair in found.items()
-                      if m == model}  # fmt: skip
+            values = {label: getattr(pair, metric) for label, pair in pairs.items()}
             panels[title] = {k: (100 * d.value, 100 * d.low, 100 * d.high)
                              for k, d in values.items()}  # fmt: skip
             units[title] = unit
