@@ -54,6 +54,9 @@ app = Patient()
 """
 
 
+GIVES_UP = ("--max-retries", "3")
+
+
 def free_ports(number: int) -> list[int]:
     sockets = [socket.socket() for _ in range(number)]
     for s in sockets:
@@ -113,16 +116,21 @@ class Deployment:
     def start_node(
         self, number: int, name: str = "", authority: Path | None = None, port: int | None = None
     ) -> None:
-        """By default the node of this number as it should be; `port` of another SuperLink."""
+        """By default the node of this number as it should be; `port` of another SuperLink.
+
+        One with a name of its own is to be refused, and soon gives up. The others must not: a
+        SuperLink that was killed takes seconds to come back.
+        """
         self._start_node(
             name or f"node-{number}", number, port or self.port,
             "--root-certificates", str(authority or self.keys / "ca.crt"),
             "--auth-supernode-private-key", str(self.keys / f"node-{number}"),
+            *(GIVES_UP if name else ()),
         )  # fmt: skip
 
     def start_open_node(self, number: int, name: str) -> None:
         """Without TLS; Flower refuses a key without it before anything is sent."""
-        self._start_node(name, number, self.port, "--insecure")
+        self._start_node(name, number, self.port, "--insecure", *GIVES_UP)
 
     def kill(self, name: str) -> None:
         """SIGKILL the process and those that it started."""
@@ -200,7 +208,7 @@ class Deployment:
         self._start(
             name, "flower-supernode", *trust, "--superlink", f"127.0.0.1:{port}",
             "--host", "127.0.0.1", "--port", str(free_ports(1)[0]),
-            "--max-retries", "3", "--node-config", f"client={number}",
+            "--node-config", f"client={number}",
         )  # fmt: skip
 
     def _start(self, name: str, program: str, *arguments: str) -> None:
