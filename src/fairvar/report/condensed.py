@@ -16,7 +16,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +149,7 @@ def unpacked(folder: Path) -> Path:
     return Path(_unpack(archive.resolve(), archive.stat().st_mtime_ns).name)
 
 
-@lru_cache(maxsize=8)
+@cache  # runs that were opened refer to it for as long as they live
 def _unpack(archive: Path, changed: int) -> tempfile.TemporaryDirectory[str]:
     place = tempfile.TemporaryDirectory(prefix="fairvar-")
     try:
