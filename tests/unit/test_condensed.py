@@ -215,3 +215,14 @@ def test_only_rounded_epochs_may_drift(tmp_path: Path) -> None:
         for part in (0.9, 1.1):
             found = Agreement(run, 5, part * allowed.accuracy, 0.0, part * allowed.loss)
             assert found.holds == (part < 1)
+
+
+def test_an_unpacked_archive_stays_while_others_are_read(tmp_path: Path) -> None:
+    folders = [tmp_path / str(n) for n in range(10)]
+    for folder in folders:
+        folder.mkdir()
+        with tarfile.open(folder / ARCHIVE, "w:xz"):
+            pass
+    opened = [unpacked(folder) for folder in folders]
+    assert len(set(opened)) == 10
+    assert all(place.is_dir() for place in opened)
