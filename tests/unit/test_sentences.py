@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from fairvar.report.beside import beside_fedavg
 from fairvar.report.claims import (
     ALIKE,
     LESS,
     MORE,
     SENTENCES,
     _verdict,
-    beside_fedavg,
     claims_table,
 )
 from fairvar.report.gather import gather

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
+from fairvar.report.beside import METRICS, federation_name, paired
 from fairvar.report.gather import Group
-from fairvar.report.paired import Difference, Late, Paired, compare, compare_rounds
+from fairvar.report.paired import Difference
 from fairvar.report.paper import DATASETS
 from fairvar.report.results import Result
 from fairvar.report.table import Column, Row, Table
 
 Metric = Literal["accuracy", "variance", "corrected_variance"]
-NAMES = {"accuracy": "accuracy", "variance": "variance", "corrected_variance": "corrected variance"}
 ALIKE, LESS, MORE = "alike", "less", "more"
 FEWEST_SEEDS = 3  # below that an interval over seeds says nothing about other seeds
 VIEWS = (False, True)  # at the chosen rounds; late
@@ -102,15 +101,6 @@ def judge(
     return Finding(sentence, verdict, decides, pairs[decides], len(pairs))
 
 
-@lru_cache(maxsize=512)
-def paired(a: Result, b: Result, model: str, late: bool) -> Paired | Late | None:
-    """None where not the same was measured."""
-    one, other = ((r.late(model) if late else r.seed_accuracy(model)) for r in (a, b))
-    if one.shape != other.shape:
-        return None
-    return (compare_rounds if late else compare)(one, other, b.samples())
-
-
 def _verdict(relation: str, pairs: dict[str, Difference]) -> tuple[str, str]:
     """And the pair that speaks most against the sentence."""
     if relation == ALIKE:
@@ -176,7 +166,11 @@ def _row(group: Group, found: Sequence[Finding | None], seeds: int) -> Row:
     first = found[0]
     assert first is not None
     sentence = first.sentence
-    cells = {"where": federation_name(group), "seeds": str(seeds), "metric": NAMES[sentence.metric]}
+    cells = {
+        "where": federation_name(group),
+        "seeds": str(seeds),
+        "metric": METRICS[sentence.metric],
+    }
     for start, finding in zip(("", "late_"), found, strict=True):
         if finding is not None:
             d, few = finding.difference, " (few seeds)" if seeds < FEWEST_SEEDS else ""
@@ -186,56 +180,3 @@ def _row(group: Group, found: Sequence[Finding | None], seeds: int) -> Row:
             cells[f"{start}difference"] = f"{100 * d.value:+.3f}"
             cells[f"{start}interval"] = f"{100 * d.low:+.3f} to {100 * d.high:+.3f}"
     return Row(sentence.text, cells)
-
-
-def federation_name(group: Group) -> str:
-    alpha = "" if group.alpha is None else f", α {group.alpha:g}"
-    return f"{group.dataset}, {group.config.protocol}{alpha}"
-
-
-def beside_fedavg(groups: Sequence[Group]) -> Table | None:
-    """Every method less FedAvg over the last quarter of the rounds, for both models; None without
-    FedAvg, or with fewer than two evaluations there."""
-    rows = [row for group in groups for row in _beside(group)]
-    if not rows:
-        return None
-    models = (("local", "own"), ("global", "global"))
-    columns = [Column("where", "federation")] + [
-        Column(f"{model}_{metric}", f"{short} {head}")
-        for model, short in models
-        for metric, head in (("accuracy", "acc."), ("variance", "var."),
-                             ("corrected_variance", "corr."))
-    ]  # fmt: skip
-    notes = [
-        "Test data, the configurations chosen on validation data. Accuracy in points, variances "
-        "×100 with what the finite test sets add (var.) and without (corr.); in brackets the 95 % "
-        "interval, paired over seeds and clients. * leaves zero out.",
-        "own: each client's own model after its local work; global: the shared model.",
-        "Averaged over the evaluated rounds of the last quarter, the same for both sides.",
-    ]
-    return Table("Every method less FedAvg, late in training", columns, rows, notes)
-
-
-def late_differences(results: Sequence[Result]) -> dict[tuple[str, str], Paired | Late]:
-    """By method and model, less FedAvg; where both were evaluated at least twice."""
-    alive = {r.label: r for r in results if r.at is not None}
-    base, found = alive.pop("FedAvg", None), {}
-    for label, result in alive.items() if base is not None else ():
-        for model in ("local", "global"):
-            measured = ("test", model) in result.trial.histories[0].accuracy
-            if measured and len(result.late(model)) > 1:
-                both = paired(result, base, model, True)
-                if both is not None:
-                    found[label, model] = both
-    return found
-
-
-def _beside(group: Group) -> Iterator[Row]:
-    rows: dict[str, dict[str, str]] = {}
-    for (label, model), both in late_differences(group.results).items():
-        cells = rows.setdefault(label, {"where": federation_name(group)})
-        for metric in NAMES:
-            d = getattr(both, metric)
-            text = f"{100 * d.value:+.2f} ({100 * d.low:+.2f} to {100 * d.high:+.2f})"
-            cells[f"{model}_{metric}"] = text + (" *" if d.clear else "")
-    yield from (Row(label, cells) for label, cells in rows.items())

@@ -103,15 +103,13 @@ def compare_rounds(
     # How often each seed and client was drawn: resampled means are then matrix products.
     times = _counts(columns[:, 0], clients)
     turns = _counts(rows[:, :, 0], seeds) / seeds
-    drawn = np.stack(
-        [(turns * (x - y)).sum(1)
-         for x, y in zip(_over_rounds(p, n, times), _over_rounds(q, n, times), strict=True)]
-    )  # fmt: skip
-    once = np.ones((1, clients))
-    seen = np.array(
-        [(x - y).mean()
-         for x, y in zip(_over_rounds(p, n, once), _over_rounds(q, n, once), strict=True)]
-    )  # fmt: skip
+
+    def differ(times: Float[np.ndarray, "draws n"]) -> Float[np.ndarray, "3 draws seeds"]:
+        one, other = (np.stack(_over_rounds(v, n, times)) for v in (p, q))
+        return one - other
+
+    drawn = (turns * differ(times)).sum(2)
+    seen = differ(np.ones((1, clients))).mean((1, 2))
     return Late(*_differences(seen, drawn))
 
 

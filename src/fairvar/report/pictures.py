@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fairvar.report import figures
-from fairvar.report.claims import late_differences
+from fairvar.report.beside import late_differences
 from fairvar.report.front import Point, front
 from fairvar.report.results import Result, noise_floor
 from fairvar.report.table import mean_and_standard_error

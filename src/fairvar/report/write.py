@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from fairvar.experiment import start_note
-from fairvar.report.claims import beside_fedavg, claims_table
+from fairvar.report.beside import beside_fedavg
+from fairvar.report.claims import claims_table
 from fairvar.report.clients import clients_csv
 from fairvar.report.gather import Group
 from fairvar.report.look import save
