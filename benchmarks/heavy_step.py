@@ -4,9 +4,9 @@
     python benchmarks/heavy_step.py --device cpu --clients 3 --samples 2 --small --dtype float64
 
 A prototype for compiled heavy models, not part of the package. `step` is FedAvg's local step,
-`curved` is FairGrad's: the gradient and a Hessian-vector product along gradient - g. The transforms
-(vmap, grad, jvp) are applied while `make_fx` records plain tensor operations; what is compiled is the
-recorded graph, so that the compiler never sees a transform.
+the others are FairGrad's: the gradient and a Hessian-vector product along gradient - g. vmap, grad and
+jvp act while `make_fx` records plain tensor operations. The recorded graph is what is compiled, so
+that the compiler never sees a transform.
 """
 
 from __future__ import annotations
@@ -311,6 +311,82 @@ def distance(a: Tree, b: Tree) -> float:
     return (apart / size) ** 0.5
 
 
+EXACT = 8  # clients that are compared with float64
+
+
+def less(after: Tree, before: Tree, clients: int) -> Tree:
+    return {k: after[k][:clients].double() - before[k][:clients].double() for k in before}
+
+
+def in_float64(layers: nn.Module, buffers: Tree, name: str, given: Any) -> Tree:
+    """The update of the first clients, in float64."""
+    stacked, x, y, g = given
+
+    def double(tree: Tree) -> Tree:
+        return {k: v.double() if v.is_floating_point() else v for k, v in tree.items()}
+
+    module = copy.deepcopy(layers).double()
+    one = steps(losses_of(module, double(buffers)), 0.1, 0.01)[name]
+    some = {k: v[:EXACT].double() for k, v in stacked.items()}
+    after, _ = vmap(one, in_dims=(0, 0, 0, None))(some, x[:EXACT].double(), y[:EXACT], double(g))
+    return less(after, some, EXACT)
+
+
+def times() -> dict[str, float]:
+    """Seconds of the compiler's phases."""
+    found = torch._dynamo.utils.compilation_time_metrics
+    large = {k: round(sum(v), 1) for k, v in found.items() if sum(v) > 1}
+    return dict(sorted(large.items(), key=lambda pair: -pair[1])[:12])
+
+
+def measured(
+    name: str, layers: nn.Module, buffers: Tree, given: tuple[Any, ...], arguments: Any
+) -> dict[str, Any]:
+    """Times, errors and memory of one form."""
+    row: dict[str, Any] = {}
+    stacked, device = given[0], given[1].device
+    every = vmap(steps(losses_of(layers, buffers), 0.1, 0.01)[name], in_dims=(0, 0, 0, None))
+    start = time.perf_counter()
+    flat = recorded(every, given)
+    row["record_s"] = time.perf_counter() - start
+    row["nodes"] = len(flat.graph.nodes)
+    with torch.no_grad():
+        eager, plain = every(*given)[0], flat(*given)[0]
+    row["recorded_error"] = distance(plain, eager)
+    exact = in_float64(layers, buffers, name, given)
+    row["eager_error_of_update"] = distance(less(eager, stacked, EXACT), exact)
+    del plain, eager
+    row["eager_ms"] = median_ms(lambda: every(*given), device, 3)
+    if arguments.no_compile:
+        return row
+    with torch.no_grad():
+        start = time.perf_counter()
+        fast = torch.compile(flat, fullgraph=True, dynamic=False)
+        out, _ = fast(*given)
+        row["compile_s"] = time.perf_counter() - start
+        row["compiled_error_of_update"] = distance(less(out, stacked, EXACT), exact)
+        del out
+        if arguments.cache:
+            row["cache_mb"] = keep_cache(arguments.cache)
+        row["compile_times"] = times()
+        row["compiled_ms"] = median_ms(lambda: fast(*given), device, arguments.turns)
+        if device.type == "cuda":
+            again = replayed(lambda: fast(*given))
+            row["replayed_ms"] = median_ms(again, device, arguments.turns)
+            row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    return row
+
+
+def keep_cache(path: str) -> float:
+    """Megabytes of the compiler's cache; written unless the file is there."""
+    made = torch.compiler.save_cache_artifacts()
+    assert made is not None
+    if not os.path.exists(path):
+        with open(path, "wb") as stored:
+            stored.write(made[0])
+    return len(made[0]) / 1e6
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
@@ -326,17 +402,20 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--out", default="")
     parser.add_argument("--unroll", type=int, default=16)
-    parser.add_argument("--wait", default="", help="a file to lock while timing")
+    parser.add_argument("--cache", default="", help="file of the compiler's cache: read, written")
+    parser.add_argument("--no-tf32", action="store_true")
     arguments = parser.parse_args()
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_tf32 = not arguments.no_tf32
+    torch.backends.cudnn.allow_tf32 = not arguments.no_tf32
+    if arguments.cache and os.path.exists(arguments.cache):
+        with open(arguments.cache, "rb") as stored:
+            torch.compiler.load_cache_artifacts(stored.read())
     torch._inductor.config.unroll_reductions_threshold = arguments.unroll
     torch.manual_seed(0)
     net = small_network(arguments.classes) if arguments.small else MobileNetV2(arguments.classes)
     net = swap_batch_norm(net.to(device, dtype).train())
     layers = rewritten(net) if arguments.layers == "rewritten" else net
-    names = {k for k, _ in net.named_parameters()}
     params = {k: v.detach().clone() for k, v in net.named_parameters()}
     buffers = {k: v.detach().clone() for k, v in net.named_buffers()}
     n, b, size = arguments.clients, arguments.samples, arguments.size
@@ -345,41 +424,13 @@ def main() -> None:
     stacked = {k: v.expand(n, *v.shape).clone() for k, v in params.items()}
     g = {k: torch.randn_like(v) * 1e-3 for k, v in params.items()}
     found: dict[str, Any] = {"torch": torch.__version__, **vars(arguments)}
-    print(f"{len(names)} tensors, {sum(v.numel() for v in params.values()):,} numbers", flush=True)
+    print(f"{len(params)} tensors, {sum(v.numel() for v in params.values()):,} numbers", flush=True)
     for name in arguments.forms.split(","):
-        row: dict[str, Any] = {}
-        found[name] = row
-        one = steps(losses_of(layers, buffers), 0.1, 0.01)[name]
-        every = vmap(one, in_dims=(0, 0, 0, None))
-        given = (stacked, x, y, g)
         try:
-            start = time.perf_counter()
-            flat = recorded(every, given)
-            row["record_s"] = time.perf_counter() - start
-            row["nodes"] = len(flat.graph.nodes)
-            with torch.no_grad():
-                eager, _ = every(*given)
-                plain, _ = flat(*given)
-            row["recorded_error"] = distance(plain, eager)
-            row["eager_ms"] = median_ms(lambda: every(*given), device, 3)
-            del eager
-            if not arguments.no_compile:
-                start = time.perf_counter()
-                with torch.no_grad():
-                    fast = torch.compile(flat, fullgraph=True, dynamic=False)
-                    out, _ = fast(*given)
-                row["compile_s"] = time.perf_counter() - start
-                row["compiled_error"] = distance(out, plain)
-                with torch.no_grad():
-                    row["compiled_ms"] = median_ms(lambda: fast(*given), device, arguments.turns)
-                    if device.type == "cuda":
-                        again = replayed(lambda: fast(*given))
-                        row["replayed_ms"] = median_ms(again, device, arguments.turns)
-                        row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-                del out
+            found[name] = measured(name, layers, buffers, (stacked, x, y, g), arguments)
         except Exception as error:  # a form that fails is a result, too
-            row["failed"] = f"{type(error).__name__}: {str(error)[:500]}"
-        print(name, json.dumps(row), flush=True)
+            found[name] = {"failed": f"{type(error).__name__}: {str(error)[:500]}"}
+        print(name, json.dumps(found[name]), flush=True)
     if arguments.out:
         with open(arguments.out, "w") as file:
             json.dump(found, file, indent=1)
