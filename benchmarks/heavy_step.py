@@ -3,10 +3,10 @@
     python benchmarks/heavy_step.py --clients 100 --samples 32 --size 32 --classes 100
     python benchmarks/heavy_step.py --device cpu --clients 3 --samples 2 --small --dtype float64
 
-A prototype for compiled heavy models, not part of the package. `step` is FedAvg's local step,
-the others are FairGrad's: the gradient and a Hessian-vector product along gradient - g. The transforms
-act while `make_fx` records plain tensor operations. The recorded graph is what is compiled, so
-that the compiler never sees a transform.
+A prototype for compiled heavy models, not part of the package. `step` is FedAvg's local step, the
+others are FairGrad's: the gradient and a Hessian-vector product along gradient - g. The transforms
+(vmap, grad, jvp) act while `make_fx` records plain tensor operations. The recorded graph is what is
+compiled, so that the compiler never sees a transform.
 """
 
 from __future__ import annotations
