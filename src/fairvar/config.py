@@ -134,14 +134,19 @@ class Config(Checked, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=100_000)  # a sweep asks for its thousands of folders again and again
 def _fingerprint(config: Config) -> str:
+    text = json.dumps(deciding_values(config), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def deciding_values(config: Config) -> dict[str, Any]:
+    """The settings that decide what a run computes, in canonical form."""
     values = config.to_dict()
     for dotted in (*NOT_IN_FINGERPRINT, *SINCE_THEN):
         *path, last = dotted.split(".")
         section = reduce(lambda d, k: d.get(k, {}), path, values)
         if section.get(last) == SINCE_THEN.get(dotted, section.get(last)):
             section.pop(last, None)
-    text = json.dumps(_canonical(values), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return dict(_canonical(values))
 
 
 def _single(values: dict[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,14 @@ DATASETS: dict[str, Callable[[int, int], Dataset | Federation]] = {
 DATASET_NAMES = (*DATASETS, *sources.SOURCES)
 
 
+def dataset_sha256(name: str, root: str | Path | None = None) -> str | None:
+    """Which data a name stands for here, as the passport tells it; None where they are made from
+    the settings. The files must be there, and are read only if they are new or have changed."""
+    if name in sources.SOURCES:
+        return sources.sha256_of(name, root)
+    return embedded.SHA256.get(f"{name}.npz")
+
+
 def load_federation(
     name: str,
     clients: int = 50,
