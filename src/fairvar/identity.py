@@ -129,11 +129,15 @@ def code_of(config: Config) -> str | None:
     return code_sha256(type(config.method), MODELS[config.model.name], LOSSES[config.model.loss])
 
 
-@lru_cache(maxsize=256)
 def code_sha256(*things: Any) -> str | None:
     """SHA-256 of the files that define these classes and functions, and of one's own files that
     those import; None for what fairvar brings. Files count as a whole, with their comments; other
     files that code reads are not seen."""
+    return _code_sha256(things)
+
+
+@lru_cache(maxsize=256)
+def _code_sha256(things: tuple[Any, ...]) -> str | None:
     sources: dict[str, bytes] = {}
     for thing in things:
         while isinstance(thing, partial):
