@@ -29,6 +29,7 @@ from fairvar.config import Config, DataConfig, deciding_values
 from fairvar.data import dataset_sha256
 from fairvar.engine.losses import LOSSES
 from fairvar.errors import BadInput, IntegrityError
+from fairvar.methods.base import Method
 from fairvar.models import MODELS
 from fairvar.plugin import PluginLoader
 
@@ -64,7 +65,7 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def identity_of(config: Config) -> Identity:
     """Of the run that this configuration means here and now; the data must be readable."""
     return Identity(
-        config.fingerprint, data_sha256(config.data), config.method.version, code_of(config)
+        config.fingerprint, data_sha256(config.data), version_of(config.method), code_of(config)
     )
 
 
@@ -124,6 +125,12 @@ def _data_sha256(section: DataConfig, *places: str | None) -> str | None:
 
 
 # -- code ------------------------------------------------------------------------------------------
+def version_of(method: Method) -> int:
+    """1 where `version` is a field of one's own, and so one of the settings."""
+    found = type(method).version
+    return found if isinstance(found, int) else 1
+
+
 def code_of(config: Config) -> str | None:
     """Of the method, model and loss, as far as they are not built in."""
     return code_sha256(type(config.method), MODELS[config.model.name], LOSSES[config.model.loss])

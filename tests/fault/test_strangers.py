@@ -1,4 +1,4 @@
-"""Checkpoints of other runs, and folders from elsewhere: never continued, never followed outside."""
+"""Checkpoints of other runs are not continued; folders from elsewhere do not lead outside."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from fairvar import cli, identity
 from fairvar.config import Config
@@ -21,13 +22,15 @@ from fairvar.data import cache, dataset_sha256, sources
 from fairvar.errors import BadInput, FairvarError, IntegrityError
 from fairvar.experiment import StoredRun, Watch, federation_of, run_cell, run_folder
 from fairvar.identity import Identity, code_sha256, identity_of, trial_key
-from fairvar.methods import METHODS, FedAvg, Method
+from fairvar.methods import METHODS, FedAvg, Method, register
 from fairvar.plan import Plan
 from fairvar.report.condensed import condense
 from fairvar.report.gather import gather, stored_runs
-from fairvar.report.write import group_names, group_table, write_report
+from fairvar.report.overview import overviews
+from fairvar.report.write import group_names, group_table
 from fairvar.store import MANIFEST, seal
 from fairvar.sweep import run_sweep
+from fairvar.verify import rerun
 
 SWEEP = """
 [data]
@@ -233,13 +236,11 @@ def test_an_edited_plugin_is_another_method(tmp_path, capsys):
         command(*run)
     assert capsys.readouterr().out == ""
     plugin.write_text(PLUGIN.format(power="1"))
-    assert command("report", tmp_path / "runs", "--plugin", plugin, "--json") == 0
-    (table,) = json.loads(capsys.readouterr().out)
+    (group,) = gather(tmp_path / "runs")
     codes = {r.identity.code for r in stored_runs(tmp_path / "runs")}
-    assert {row["method"] for row in table["rows"]} == {
-        f"Tilted [v1, code {str(code)[:8]}]" for code in codes
-    }
-    assert any("different versions of a method's code" in note for note in table["notes"])
+    assert {r.label for r in group.results} == {f"Tilted [v1, code {str(c)[:8]}]" for c in codes}
+    notes = group_table(group).notes
+    assert any("different versions of a method's code" in note for note in notes)
 
 
 def own_module(folder: Path, name: str, text: str) -> None:
@@ -271,6 +272,17 @@ def test_built_in_methods_have_a_version_instead(monkeypatch):
     )
     monkeypatch.setattr(FedAvg, "version", 2)
     assert identity_of(config).name != before.name
+
+
+@pytest.mark.usefixtures("methods")
+def test_a_version_of_ones_own_is_a_setting():
+    @register
+    class Versioned(Method, frozen=True, tag="versioned_for_tests"):
+        version: str = "a"  # type: ignore[misc,assignment]
+
+    found = [identity_of(replace(Config.from_dict(DIGITS), method=Versioned(v))) for v in "ab"]
+    assert [i.version for i in found] == [1, 1]
+    assert found[0].settings != found[1].settings
 
 
 def test_models_and_partial_functions_count():
@@ -378,13 +390,26 @@ def test_reports_of_several_data_versions_keep_all_names_apart(sweep, tmp_path, 
     names = group_names(groups)
     assert len(set(names)) == len({group_table(g).title for g in groups}) == 2
     assert all(g.data in name for g, name in zip(groups, names, strict=True))
-    write_report(groups, tmp_path / "report", "t")
+    assert [table.title for table in overviews([(g, group_table(g)) for g in groups])] == []
     path = condense(groups, tmp_path / "small", everything=True)
     again = gather(path.parent)
     assert [group_table(g) for g in again] == [group_table(g) for g in groups]
     capsys.readouterr()
     assert command("compare", f"{tmp_path / 'runs'}:FedAvg", f"{tmp_path / 'runs'}:FedAvg") == 2
     assert groups[0].data in capsys.readouterr().err
+
+
+def test_running_again_needs_the_same_data(tmp_path):
+    path = write_npz(tmp_path / "a.npz", 0)
+    data = {"name": "npz", "root": str(path), "clients": 4}
+    config = Config.from_dict({**DIGITS, "data": data, "partition": {"name": "iid"}})
+    run_cell(config, tmp_path / "runs", Watch())
+    (run,) = stored_runs(tmp_path / "runs")
+    assert rerun(run, 1).holds
+    write_npz(path, 1)
+    identity.look_again()
+    with pytest.raises(BadInput, match="was made from other data"):
+        rerun(run, 1)
 
 
 def test_one_run_again_finds_itself(tmp_path):

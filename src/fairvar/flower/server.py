@@ -42,7 +42,14 @@ from fairvar.flower.privacy import check_fits, noisy, request_facts, spent
 from fairvar.flower.secure import SecureTransport, check_model
 from fairvar.flower.setup import Setup, read_setup
 from fairvar.history import History
-from fairvar.identity import Identity, checkpoint_key, code_of, code_sha256, data_sha256
+from fairvar.identity import (
+    Identity,
+    checkpoint_key,
+    code_of,
+    code_sha256,
+    data_sha256,
+    version_of,
+)
 from fairvar.store import (
     check_writable,
     is_complete,
@@ -157,7 +164,7 @@ def _identity(setup: Setup) -> Identity:
     return Identity(
         config.fingerprint,
         None if setup.own_data else data_sha256(config.data),
-        config.method.version,
+        version_of(config.method),
         code,
         hashlib.sha256(msgspec.json.encode(_beside(setup), order="sorted")).hexdigest(),
     )
