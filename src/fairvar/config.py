@@ -68,6 +68,8 @@ class ModelConfig(Checked, frozen=True, kw_only=True):
             raise BadInput(
                 "model.weights and model.weights_sha256 go together: a file and what it is"
             )
+        if self.weights_sha256 is not None:
+            msgspec.structs.force_setattr(self, "weights_sha256", self.weights_sha256.lower())
         if self.name not in MODELS:
             raise unknown("model.name", self.name, MODELS)
         if self.loss not in LOSSES:

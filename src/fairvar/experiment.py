@@ -226,7 +226,10 @@ def run_cell(config: Config, out: Path, watch: Watch) -> dict[str, Any] | None:
             raise
         except OSError as error:
             raise RunFailed(f"cannot work in {folder}: {error.strerror or error}") from None
-    return read_manifest(folder)
+    manifest = read_manifest(folder)
+    if manifest is not None and recorded_identity(manifest, config) != identity_of(config):
+        raise IntegrityError(f"{folder} holds another run than its name says; delete it")
+    return manifest
 
 
 def leave_nothing(folders: Sequence[Path], out: Path) -> None:

@@ -31,6 +31,7 @@ from fairvar.engine.losses import LOSSES
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.methods.base import Method
 from fairvar.models import MODELS
+from fairvar.models.weights import read_tensors
 from fairvar.plugin import PluginLoader
 
 RECORD = "identity"  # in a manifest
@@ -63,7 +64,9 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def identity_of(config: Config) -> Identity:
-    """Of the run that this configuration means here and now; the data must be readable."""
+    """Of the run that this configuration means here and now. The data must be readable, and weights
+    to start from must be those that the settings name."""
+    _check_weights(config.model.weights, config.model.weights_sha256)
     return Identity(
         config.fingerprint, data_sha256(config.data), version_of(config.method), code_of(config)
     )
@@ -115,13 +118,20 @@ def data_sha256(section: DataConfig) -> str | None:
 
 
 def look_again() -> None:
-    """Forget which data were found: a new command begins."""
+    """Forget which data and weights were found: a new command begins."""
     _data_sha256.cache_clear()
+    _check_weights.cache_clear()
 
 
 @lru_cache(maxsize=64)
 def _data_sha256(section: DataConfig, *places: str | None) -> str | None:
     return dataset_sha256(section.name, section.root)
+
+
+@lru_cache(maxsize=64)
+def _check_weights(path: str | None, sha256: str | None) -> None:
+    if path is not None:
+        read_tensors(path, sha256)
 
 
 # -- code ------------------------------------------------------------------------------------------
@@ -140,7 +150,10 @@ def code_sha256(*things: Any) -> str | None:
     """SHA-256 of the files that define these classes and functions, and of one's own files that
     those import; None for what fairvar brings. Files count as a whole, with their comments; other
     files that code reads are not seen."""
-    return _code_sha256(things)
+    try:
+        return _code_sha256(things)
+    except TypeError:  # a callable that cannot be hashed
+        return _code_sha256.__wrapped__(things)
 
 
 @lru_cache(maxsize=256)

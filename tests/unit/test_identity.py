@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -14,13 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
+from safetensors.torch import save
 
 from fairvar import cli, identity
 from fairvar.config import Config
 from fairvar.data import cache, dataset_sha256, sources
 from fairvar.errors import BadInput, FairvarError, IntegrityError
-from fairvar.experiment import StoredRun, Watch, federation_of, run_cell, run_folder
+from fairvar.experiment import StoredRun, Watch, federation_of, model_of, run_cell, run_folder
 from fairvar.identity import Identity, code_sha256, identity_of, trial_key
 from fairvar.methods import METHODS, FedAvg, Method, register
 from fairvar.plan import Plan
@@ -211,6 +214,17 @@ def test_data_that_change_while_a_sweep_runs_stop_it(tmp_path):
     assert federation_of(config).clients == 4
 
 
+def test_a_root_that_the_set_does_not_take_is_refused_when_all_is_done(tmp_path, capsys):
+    config = tmp_path / "c.toml"
+    config.write_text('[data]\nname="logistic"\nclients=4\n[partition]\nname="natural"\n'
+                      "[train]\nrounds=1\n")  # fmt: skip
+    run = ("run", config, "--out", tmp_path / "runs", "--json")
+    assert command(*run) == 0
+    capsys.readouterr()
+    assert command(*run, f"data.root={tmp_path}") == 2
+    assert capsys.readouterr().out == ""
+
+
 def test_embedded_and_made_data_need_no_reading(monkeypatch):
     monkeypatch.setattr(sources, "load", None)
     for name, known in (("digits", True), ("mnist_1000", True), ("logistic", False)):
@@ -368,6 +382,36 @@ def test_where_pretrained_weights_lie_separates_no_seeds():
     same = Identity("s", None)
     assert trial_key(configs[0], same) == trial_key(configs[1], same)
     assert trial_key(configs[0], same) != trial_key(Config.from_dict(DIGITS), same)
+
+
+def test_weights_that_changed_show_no_old_result(tmp_path):
+    path = tmp_path / "w.safetensors"
+    config = Config.from_dict({**DIGITS, "model": {"name": "2nn"}})
+    shapes = model_of(config, federation_of(config)).state_dict()
+    path.write_bytes(save(shapes))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    for text in (digest, digest.upper()):
+        section = {"name": "2nn", "weights": str(path), "weights_sha256": text}
+        config = Config.from_dict({**DIGITS, "model": section})
+        run_cell(config, tmp_path / "runs", Watch())
+    assert len(stored_runs(tmp_path / "runs")) == 1
+    path.write_bytes(save({**shapes, "extra": torch.zeros(1)}))
+    identity.look_again()
+    with pytest.raises(IntegrityError, match="has SHA-256"):
+        run_cell(config, tmp_path / "runs", Watch())
+    path.unlink()
+    identity.look_again()
+    with pytest.raises(FairvarError, match=r"w\.safetensors"):
+        run_cell(config, tmp_path / "runs", Watch())
+
+
+def test_a_run_under_another_name_is_not_shown(two_seeds, tmp_path):
+    folder = Path(shutil.copytree(two_seeds, tmp_path / "runs"))
+    first, second = stored_runs(folder)
+    shutil.rmtree(second.folder)
+    first.folder.rename(second.folder)
+    with pytest.raises(IntegrityError, match="holds another run"):
+        run_cell(second.config, folder, Watch())
 
 
 def test_deployed_runs_are_no_seeds_of_simulated_ones(two_seeds, tmp_path):
