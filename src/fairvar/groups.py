@@ -160,7 +160,8 @@ def parts_to_do(group: Group, out: Path) -> list[Group]:
 def _trained_with(folder: Path) -> list[str]:
     """The names of the runs that a stored run trained with, itself among them."""
     listed = (read_manifest(folder) or {}).get("group", [])
-    return [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    return list(dict.fromkeys(names))
 
 
 def _has_something(home: Path, names: Iterable[str]) -> bool:
