@@ -59,16 +59,35 @@ def unpack_state(content: bytes) -> State:
         return state_from_tensors(_load(content))
 
 
-def pack_checkpoint(checkpoint: Checkpoint) -> bytes:
+def pack_checkpoint(checkpoint: Checkpoint, key: Mapping[str, str] | None = None) -> bytes:
+    """`key`: of which run it is, and what it was made with (`identity.checkpoint_key`)."""
     tables = {f"tables/{name}": table for name, table in (checkpoint.tables or {}).items()}
-    return save({**state_tensors(checkpoint.state), **tables})
+    return save({**state_tensors(checkpoint.state), **tables}, dict(key or {}))
 
 
-def unpack_checkpoint(content: bytes) -> Checkpoint:
+def unpack_checkpoint(content: bytes, key: Mapping[str, str] | None = None) -> Checkpoint:
+    """IntegrityError unless it has this key."""
     with _as_written():
         flat = _load(content)
+        found = _metadata(content)
+        for part, wanted in (key or {}).items():
+            if found.get(part) != wanted:
+                raise IntegrityError(_of_another(part, str(found.get(part)), wanted))
         tables = {k.removeprefix("tables/"): v for k, v in flat.items() if k.startswith("tables/")}
+        int(tables.get("diverged_at", flat["round"]))  # a number
         return Checkpoint(state_from_tensors(flat), tables)
+
+
+def _of_another(part: str, found: str, wanted: str) -> str:
+    if part == "identity":
+        return f"it belongs to another run ({found[:16]!r}, not {wanted[:16]})"
+    return f"it was made with {part} {found[:40]!r}, not {wanted}"
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+    """The words in the header of a safetensors file that was loaded before."""
+    length = int.from_bytes(content[:8], "little")
+    return dict(json.loads(content[8 : 8 + length]).get("__metadata__") or {})
 
 
 def pack_history(history: History) -> bytes:

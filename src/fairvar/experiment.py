@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from jaxtyping import Int64
 from torch import nn
 
@@ -26,15 +28,29 @@ from fairvar.archive import (
 )
 from fairvar.config import Config
 from fairvar.data import load_federation
-from fairvar.engine.state import State, no_state
+from fairvar.engine.state import DoesNotFit, State, no_state
 from fairvar.engine.train import Checkpoint, run_rounds
 from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
 from fairvar.federation import Federation
 from fairvar.history import History
+from fairvar.identity import (
+    RECORD,
+    Identity,
+    checkpoint_key,
+    data_sha256,
+    identity_of,
+    recorded_identity,
+)
 from fairvar.models import build, load_weights
 from fairvar.store import (
+    LOCKS,
+    MANIFEST,
     drop_checkpoints,
+    inside,
     is_complete,
+    lock_of,
+    no_link,
+    open_manifest,
     open_seal,
     read_checkpoints,
     read_manifest,
@@ -50,6 +66,7 @@ SCORES = ("mean", "variance_over_clients", "noise_floor", "corrected_variance",
           "worst_10_percent", "smallest")  # fmt: skip
 SECONDS_BETWEEN_CHECKPOINTS = 10.0
 TIME_FOR_CHECKPOINTS = 0.05  # at most this share of a computation
+RUN_FILES = ("config.toml", "history.safetensors", "state.safetensors")  # and the manifest
 NEEDED = ("rounds", "diverged_at", "passport", "birth")  # facts that readers of a run use
 T = TypeVar("T")
 
@@ -70,7 +87,8 @@ class Watch:
 
 
 def run_folder(config: Config, out: Path) -> Path:
-    return out / config.fingerprint[:16]
+    """Of the run that this configuration means with the data and the code that are here now."""
+    return out / identity_of(config).name
 
 
 def missing(cells: Sequence[Config], out: Path) -> list[Config]:
@@ -78,13 +96,12 @@ def missing(cells: Sequence[Config], out: Path) -> list[Config]:
 
 
 def federation_of(config: Config) -> Federation:
-    data = config.data
-    return _federation(data, config.partition)
+    return _federation(config.data, config.partition, data_sha256(config.data))
 
 
 @lru_cache(maxsize=4)
-def _federation(data: Any, partition: Any) -> Federation:
-    return load_federation(
+def _federation(data: Any, partition: Any, sha256: str | None) -> Federation:
+    found = load_federation(
         data.name,
         data.clients,
         partition,
@@ -96,6 +113,9 @@ def _federation(data: Any, partition: Any) -> Federation:
         samples=data.samples,
         root=data.root,
     )
+    if found.passport.get("dataset_sha256") != sha256:
+        raise RunFailed(f"the files of {data.name} were changed meanwhile; start the command again")
+    return found
 
 
 def model_of(config: Config, federation: Federation) -> nn.Module:
@@ -122,25 +142,33 @@ def start_note(config: Config) -> str | None:
 
 
 def compute(config: Config, folder: Path, watch: Watch) -> History:
-    """Train, continuing from the newest intact checkpoint of the folder if there is one."""
+    """Train, continuing from the newest checkpoint in the folder that is this run's."""
     torch.set_num_threads(config.train.threads)
-    start = max(checkpoints(folder), key=lambda c: c.state.round, default=None)
+    key = checkpoint_key(identity_of(config))
 
     def write(number: int, checkpoint: Checkpoint) -> None:
-        write_checkpoint(folder, number, pack_checkpoint(checkpoint))
+        write_checkpoint(folder, number, pack_checkpoint(checkpoint, key))
 
-    federation = federation_of(config)
-    return run_rounds(
-        model_of(config, federation),
-        federation,
-        config.method,
-        config.model.loss,
-        config.train,
-        config.evaluate,
-        start,
-        watch.progress,
-        keeper(watch, config.train.rounds, write),
-    )
+    def train(start: Checkpoint | None) -> History:
+        federation = federation_of(config)
+        return run_rounds(
+            model_of(config, federation),
+            federation,
+            config.method,
+            config.model.loss,
+            config.train,
+            config.evaluate,
+            start,
+            watch.progress,
+            keeper(watch, config.train.rounds, write),
+        )
+
+    for start in sorted(checkpoints(folder, key), key=lambda c: -c.state.round):
+        try:
+            return train(start)
+        except DoesNotFit as error:
+            pass_over(folder, error)
+    return train(None)
 
 
 def keeper(
@@ -167,22 +195,26 @@ def keeper(
     return keep
 
 
-def checkpoints(folder: Path) -> Iterator[Checkpoint]:
+def checkpoints(folder: Path, key: Mapping[str, str]) -> Iterator[Checkpoint]:
+    """Those that say that they are of this run. Another one, or one of another version of fairvar
+    or torch, would give bytes that no run has: the run starts from the beginning."""
     for payload in read_checkpoints(folder):
-        with suppress(IntegrityError):
-            yield unpack_checkpoint(payload)
+        try:
+            yield unpack_checkpoint(payload, key)
+        except IntegrityError as error:
+            pass_over(folder, error)
+
+
+def pass_over(folder: Path, error: FairvarError) -> None:
+    print(f"fairvar: a checkpoint in {folder} is not continued: {error}", file=sys.stderr)
 
 
 def run_cell(config: Config, out: Path, watch: Watch) -> dict[str, Any] | None:
-    """Compute and store one run unless it is there already; None if another process has it.
-
-    The lock is the operating system's: it ends with its process, however that dies.
-    """
+    """Compute and store one run unless it is there already; None if another process has it."""
     folder = run_folder(config, out)
     if not is_complete(folder):
         try:
-            (out / ".locks").mkdir(parents=True, exist_ok=True)
-            with FileLock(out / ".locks" / folder.name, timeout=0):
+            with lock_of(folder):
                 if not is_complete(folder):
                     folder.mkdir(parents=True, exist_ok=True)
                     history = compute(config, folder, watch)
@@ -194,14 +226,17 @@ def run_cell(config: Config, out: Path, watch: Watch) -> dict[str, Any] | None:
             raise
         except OSError as error:
             raise RunFailed(f"cannot work in {folder}: {error.strerror or error}") from None
-    return read_manifest(folder)
+    manifest = read_manifest(folder)
+    if manifest is not None and recorded_identity(manifest, config) != identity_of(config):
+        raise IntegrityError(f"{folder} holds another run than its name says; delete it")
+    return manifest
 
 
 def leave_nothing(folders: Sequence[Path], out: Path) -> None:
     """Bad input writes nothing: take back the empty folders and the locks."""
     for folder in folders:
-        (out / ".locks" / folder.name).unlink(missing_ok=True)
-    for empty in (*folders, out / ".locks", out):
+        (out / LOCKS / folder.name).unlink(missing_ok=True)
+    for empty in (*folders, out / LOCKS, out):
         with suppress(OSError):
             empty.rmdir()
 
@@ -221,9 +256,11 @@ def run_files(
     history: History,
     passport: Mapping[str, Any] | None = None,
     more: Mapping[str, bytes] | None = None,
+    identity: Identity | None = None,
+    group: Sequence[str] = (),
 ) -> dict[str, bytes]:
-    """All that is kept of a run, as the files of its folder. `passport`: of data that are not here
-    (their nodes keep them); `more` files to seal."""
+    """All that is kept of a run, as the files of its folder. `passport` and `identity`: of data
+    that are not here (nodes keep them); `more` files to seal; `group`: who trained together."""
     files = {
         **(more or {}),
         "config.toml": config.to_toml().encode(),
@@ -232,12 +269,29 @@ def run_files(
     }
     if passport is None:
         passport = federation_of(config).passport
-    return with_manifest(files, _facts(config, history, passport))
+    facts = _facts(config, history, passport)
+    facts[RECORD] = msgspec.to_builtins(identity or identity_of(config))
+    return with_manifest(files, {**facts, "group": list(group)} if group else facts)
+
+
+def holds_run(files: Mapping[str, bytes], identity: Identity) -> bool:
+    """Whether these are the files of this run, as `run_files` makes them."""
+    try:
+        manifest = open_manifest(files[MANIFEST])
+        config = Config.from_toml(files["config.toml"].decode())
+        found = recorded_identity(manifest, config)
+    except (KeyError, ValueError, FairvarError):
+        return False
+    if found != identity or files.keys() != {*RUN_FILES, MANIFEST}:
+        return False
+    facts = {name: fact for name, fact in manifest.items() if name != "sha256"}
+    return with_manifest({n: files[n] for n in RUN_FILES}, facts)[MANIFEST] == files[MANIFEST]
 
 
 def record_federation(out: Path, federation: Federation) -> None:
     """Who holds what, once per partition, so that a report can draw it without the data."""
-    path = out / "federations" / f"{federation.passport.get('sha256', 'unknown')[:16]}.json"
+    folder = no_link(out / "federations")
+    path = folder / f"{federation.passport.get('sha256', 'unknown')[:16]}.json"
     if federation.classes is not None and not path.exists():
         facts = {"class_counts": class_counts(federation).tolist(), **federation.passport}
         write_bytes(path, seal(facts))
@@ -254,9 +308,10 @@ def class_counts(federation: Federation) -> Int64[np.ndarray, "n classes"]:
 def recorded_federation(run: StoredRun) -> dict[str, Any] | None:
     """The passport and class counts behind a stored run, if they were kept beside it."""
     sha = str(run.manifest["passport"].get("sha256", "unknown"))
-    if not sha.isalnum():  # part of a path, and not from us
-        raise IntegrityError(f"the manifest of {run.folder} names the partition {sha!r}; refused")
-    path = run.folder.parent / "federations" / f"{sha[:16]}.json"
+    try:
+        path = inside(run.folder.parent / "federations", f"{sha[:16]}.json")
+    except IntegrityError as error:
+        raise IntegrityError(f"the manifest of {run.folder} names a partition: {error}") from None
     try:
         return open_seal(path.read_bytes())
     except FileNotFoundError:
@@ -313,6 +368,13 @@ class StoredRun:
             )
         text = read_sealed(folder, manifest, "config.toml").decode()
         return StoredRun(folder, Config.from_toml(text), manifest)
+
+    @cached_property
+    def identity(self) -> Identity:
+        try:
+            return recorded_identity(self.manifest, self.config)
+        except IntegrityError as error:
+            raise IntegrityError(f"the manifest of {self.folder}: {error}") from None
 
     def history(self) -> History:
         state = self.state()

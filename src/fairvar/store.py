@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Mapping
@@ -18,10 +19,44 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from fairvar.errors import BadInput, IntegrityError, RunFailed
 
 MANIFEST = "manifest.json"
 SEAL = ',\n  "seal": "'
+PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # a part of a name that fairvar writes
+LOCKS = ".locks"
+
+
+def inside(folder: Path, name: str, depth: int = 1) -> Path:
+    """Where a name that comes from a file leads: at most `depth` plain parts below the folder.
+
+    All such names are checked here. A seal is a checksum and no signature: a folder or an archive
+    from elsewhere may name any place, and may hold links to it.
+    """
+    parts = name.split("/")
+    if len(parts) > depth or not all(PLAIN.fullmatch(part) for part in parts):
+        raise IntegrityError(f"{name[:200]!r} is not a file of its own in {folder}; refused")
+    path = folder
+    for part in parts:
+        path = no_link(path / part)
+    return path
+
+
+def no_link(path: Path) -> Path:
+    """A path that may be written or deleted: a received folder may hold links to elsewhere."""
+    if path.is_symlink():
+        raise IntegrityError(f"{path} is a link; refused: delete it, or copy what it points to")
+    return path
+
+
+def lock_of(folder: Path, timeout: float = 0.0) -> FileLock:
+    """The lock of a run's folder. It is the operating system's: it ends with its process, however
+    that dies."""
+    locks = no_link(folder.parent / LOCKS)
+    locks.mkdir(parents=True, exist_ok=True)
+    return FileLock(no_link(locks / no_link(folder).name), timeout=timeout)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -109,10 +144,11 @@ def with_manifest(files: Mapping[str, bytes], facts: Mapping[str, Any]) -> dict[
     return {**files, MANIFEST: seal({**facts, "sha256": checksums})}
 
 
-def save_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Manifests last: only then a run counts as finished."""
+def save_files(folder: Path, files: Mapping[str, bytes], depth: int = 1) -> None:
+    """Manifests last: only then a run counts as finished. `depth` 2: files in folders."""
+    places = {name: inside(folder, name, depth) for name in files}
     for name in sorted(files, key=lambda n: n.endswith(MANIFEST)):
-        write_bytes(folder / name, files[name])
+        write_bytes(places[name], files[name])
 
 
 def is_complete(folder: Path) -> bool:
@@ -137,15 +173,11 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 def read_sealed(folder: Path, manifest: Mapping[str, Any], name: str) -> bytes:
     """A file of a finished run, exactly as it was written."""
-    path = folder / name
-    # The seal is no signature: a manifest from elsewhere may name files outside of its folder.
-    if Path(name).name != name or path.is_symlink():
-        raise IntegrityError(f"{str(path)!r} is not a file of its own in the run's folder; refused")
+    path = inside(folder, name)
     try:
         content = path.read_bytes()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise IntegrityError(f"{path} cannot be read: {reason}; run again") from None
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error.strerror}; run again") from None
     if hashlib.sha256(content).hexdigest() != manifest["sha256"].get(name):
         raise IntegrityError(f"{path} was changed after it was written; delete {folder}, run again")
     return content

@@ -37,6 +37,7 @@ from fairvar.experiment import (
     run_folder,
 )
 from fairvar.groups import Group, arrange, kind, run_group, tidy
+from fairvar.identity import look_again
 from fairvar.plugin import load_plugin
 from fairvar.progress import Report
 from fairvar.store import is_complete
@@ -153,6 +154,7 @@ def run_sweep(
     """
     if workers < 1 or (save_every is not None and save_every < 1):
         raise BadInput("--workers and --save-every must be at least 1")
+    look_again()
     deadline = None if budget is None else time.monotonic() + budget
     with stop_signals() as asked:
         spent = False
@@ -180,7 +182,7 @@ def run_sweep(
 
 
 def groups_to_do(cells: Sequence[Config], out: Path, batch: bool) -> list[Group]:
-    """Groups of the whole plan of which something is missing; a finished plan needs no data."""
+    """Groups of the whole plan of which something is missing."""
     if not missing(cells, out):
         return []
     return [group for group in arrange(cells, batch) if missing(group, out)]
@@ -294,7 +296,10 @@ def _is_done(group: Plain, out: Path) -> bool:
 
 
 def _cells(group: Plain) -> Group:
-    return tuple(Config.from_dict(cell) for cell in group.values())
+    cells = tuple(Config.from_dict(cell) for cell in group.values())
+    if [run_folder(cell, Path()).name for cell in cells] != list(group):
+        raise RunFailed("the data or the plugin were changed since the sweep began; start it again")
+    return cells
 
 
 def device_for(worker: int, device: str, count: int) -> str:

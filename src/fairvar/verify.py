@@ -24,6 +24,7 @@ from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput
 from fairvar.experiment import StoredRun, federation_of, model_of
 from fairvar.history import History
+from fairvar.identity import identity_of
 from fairvar.report.condensed import Condensed, unpacked
 from fairvar.report.gather import stored_runs
 from fairvar.store import verify
@@ -113,6 +114,7 @@ def rerun(
     evaluated = stored.evaluated[:evaluations]
     if not len(evaluated):
         raise BadInput(f"{run.folder.name} was never evaluated: there is nothing to compare")
+    _check_here(run)
     settings = replace(config.train, rounds=int(evaluated[-1]), device=device)
     federation = federation_of(config)
     again = run_rounds(
@@ -125,6 +127,19 @@ def rerun(
         progress=progress,
     )
     return compared(run, stored, again)
+
+
+def _check_here(run: StoredRun) -> None:
+    """Other data or code would give other numbers, and say nothing about the stored ones."""
+    here, there = identity_of(run.config), run.identity
+    if here.data != there.data:
+        raise BadInput(
+            f"{run.folder.name} was made from other data than {run.config.data.name} is here: "
+            f"sha256 {str(there.data)[:12]}, not {str(here.data)[:12]}"
+        )
+    if (here.version, here.code) != (there.version, there.code):
+        raise BadInput(f"{run.folder.name} was made with another version of the code of "
+                       f"{run.config.method.label} than the one here")  # fmt: skip
 
 
 def compared(run: StoredRun, stored: History, again: History) -> Agreement:

@@ -6,6 +6,7 @@ with full batches, to the vectorised engine within 1e-10 relative.
 
 from __future__ import annotations
 
+import importlib
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,13 +22,16 @@ from grids import InProcessGrid, Spoil
 
 import fairvar as fv
 from checks import METHODS, OPTIONS
+from fairvar.archive import pack_checkpoint, unpack_checkpoint
 from fairvar.cli import main
 from fairvar.experiment import StoredRun, federation_of, model_of
 from fairvar.flower import grid, server
 from fairvar.flower.client import node_data
 from fairvar.flower.server import folder_of, run_on
 from fairvar.flower.setup import read_setup
+from fairvar.identity import checkpoint_key
 from fairvar.methods.base import Method
+from fairvar.store import read_checkpoints, write_checkpoint
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower_app"
 DEFAULT = {"model": "multinomial"} | tomllib.loads((EXAMPLE / "pyproject.toml").read_text())[
@@ -281,6 +285,78 @@ def test_a_killed_server_is_resumed(tmp_path: Path) -> None:
         assert torch.equal(stored.history().state.params[name], leaf)
     assert stored.history().rounds == 5
     assert not (stored.folder / "failed.txt").exists()
+
+
+def half_way(config: dict) -> Path:
+    """The folder of a run whose server died in its third round."""
+
+    class Killed(Exception):
+        pass
+
+    calls = 0
+
+    def dies(node: int, reply: Message) -> Message:
+        nonlocal calls
+        calls += reply.metadata.message_type == "train"
+        if calls == 12:
+            raise Killed
+        return reply
+
+    with pytest.raises(Killed):
+        run(config, dies)
+    return folder_of(read_setup(config))
+
+
+@pytest.mark.parametrize("kind", ["another run", "another model", "notes", "version"])
+def test_only_its_own_checkpoint_is_continued(kind: str, tmp_path: Path) -> None:
+    """Rounds on real nodes are precious: the run is refused by name, not started again. Another
+    version of torch may go on."""
+    config = run_config(fv.AFL(), tmp_path / "a", rounds=5)
+    folder = half_way(config)
+    key = checkpoint_key(server._identity(read_setup(config)))
+    payloads = read_checkpoints(folder)
+    if kind == "another run":
+        payloads = read_checkpoints(half_way(config | {"out": str(tmp_path / "b"), "lr": 0.2}))
+    elif kind == "another model":
+        other = half_way(config | {"out": str(tmp_path / "b"), "model": "2nn"})
+        payloads = [pack_checkpoint(unpack_checkpoint(p), key) for p in read_checkpoints(other)]
+    elif kind == "notes":
+        text = torch.frombuffer(bytearray(b"{}"), dtype=torch.uint8)
+        made = [unpack_checkpoint(p) for p in payloads]
+        made = [c._replace(tables={**(c.tables or {}), "federation": text}) for c in made]
+        payloads = [pack_checkpoint(c, key) for c in made]
+    else:
+        made = [unpack_checkpoint(p) for p in payloads]
+        payloads = [pack_checkpoint(c, key | {"torch": "1.0"}) for c in made]
+    for number, payload in enumerate(payloads):
+        write_checkpoint(folder, number, payload)
+    if kind == "version":
+        assert run(config).history().rounds == 5
+        return
+    with pytest.raises(fv.RunFailed, match=f"{folder.name} cannot be continued") as error:
+        run(config)
+    assert "\n" not in str(error.value)
+    assert "cannot be continued" in (folder / "failed.txt").read_text()
+
+
+def test_an_edited_model_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same layers: what it computes from them is in its code."""
+    config, folders = run_config(fv.FedAvg(), tmp_path / "runs"), set()
+    text = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 10)
+    def forward(self, x):
+        return {sign}self.layer(x.flatten(1))
+"""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for sign in ("", "-"):
+        (tmp_path / f"net{len(sign)}_for_tests.py").write_text(text.format(sign=sign))
+        module = importlib.import_module(f"net{len(sign)}_for_tests")
+        folders.add(folder_of(read_setup(config, module.Net)))
+    assert len(folders) == 2
 
 
 def test_a_server_that_dies_before_it_stores_the_run(

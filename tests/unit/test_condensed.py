@@ -17,6 +17,7 @@ from fairvar.config import Config
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.experiment import StoredRun, federation_of, model_of
+from fairvar.identity import identity_of
 from fairvar.plan import Plan
 from fairvar.report.condensed import ARCHIVE, condense, unpacked
 from fairvar.report.gather import gather, stored_runs
@@ -78,7 +79,7 @@ def test_it_is_much_smaller_and_always_the_same(sweep: Path, small: Path, tmp_pa
 def test_slices_from_two_machines_become_one(sweep: Path, tmp_path: Path) -> None:
     """Cells by protocol, seeds of one configuration apart: as if one machine had computed all."""
     plans = [Plan.from_dict({**PLAN, "protocol": p}) for p in ("boxes", "tables")]
-    names = [c.fingerprint[:16] for plan in plans for c in plan.cells]
+    names = [identity_of(c).name for plan in plans for c in plan.cells]
     for place, part in enumerate((names[::2], names[1::2])):
         folder = tmp_path / str(place)
         folder.mkdir()

@@ -89,6 +89,7 @@ def run(
     """
     from fairvar.config import Config
     from fairvar.experiment import Watch, run_cell, run_folder, start_note
+    from fairvar.identity import look_again
     from fairvar.plugin import load_plugin
     from fairvar.progress import progress
     from fairvar.report.show import run_table
@@ -99,8 +100,9 @@ def run(
     settings = Config.load(config, overrides)
     if dry:
         return print(settings.to_toml() + f"\n# fingerprint {settings.fingerprint}")
+    look_again()
+    folder = run_folder(settings, out)  # which the data decide, too: they must be readable
     check_writable(out)
-    folder = run_folder(settings, out)
     tell(start_note(settings))
     with progress(settings.name) as report, stop_signals() as asked:
         label = settings.method.label
@@ -156,6 +158,7 @@ def sweep(
         json: print the outcome as JSON.
     """
     from fairvar.experiment import missing, start_note
+    from fairvar.identity import look_again
     from fairvar.plan import Plan
     from fairvar.plugin import load_plugin
     from fairvar.progress import progress
@@ -174,6 +177,8 @@ def sweep(
     if dry:
         rows = [f"{c.fingerprint[:16]}  {c.method.label}, lr {c.train.lr:g}" for c in cells]
         return print(*rows, f"{len(cells)} runs", sep="\n")
+    look_again()
+    missing(cells, folder)  # bad data write nothing
     check_writable(folder)
     tell(start_note(cells[0]) if cells else None)
     if cells and ray is None:

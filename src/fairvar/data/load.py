@@ -37,6 +37,20 @@ DATASETS: dict[str, Callable[[int, int], Dataset | Federation]] = {
 DATASET_NAMES = (*DATASETS, *sources.SOURCES)
 
 
+def dataset_sha256(name: str, root: str | Path | None = None) -> str | None:
+    """Which data a name stands for here, as the passport tells it; None where they are made from
+    the settings. The files must be there, and are read only if they are new or have changed."""
+    if name in sources.SOURCES:
+        return sources.sha256_of(name, root)
+    _check_no_root(name, root)
+    return embedded.SHA256.get(f"{name}.npz")
+
+
+def _check_no_root(name: str, root: str | Path | None) -> None:
+    if root is not None:
+        raise BadInput(f"{name} is part of the package; leave root out")
+
+
 def load_federation(
     name: str,
     clients: int = 50,
@@ -69,9 +83,8 @@ def load_federation(
     data: Dataset | Federation
     if name in sources.SOURCES:
         data = sources.load(name, root, pool=holdout == "pool")
-    elif root is not None:
-        raise BadInput(f"{name} is part of the package; leave root out")
     else:
+        _check_no_root(name, root)
         data = DATASETS[name](clients, seed)
     if isinstance(data, Dataset):
         return build_federation(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairvar.errors import BadInput
 from fairvar.methods.base import Memory, Method
 from fairvar.tree import Tree, add, scale, subtract, zeros_like
 
@@ -111,6 +112,28 @@ def initial_state(method: Method, params: Tree, buffers: Tree, clients: int) -> 
         mean_gradient=zeros_like(params) if method.reports_gradient else None,
         iterate=params if method.averages_iterates else None,
     )
+
+
+class DoesNotFit(BadInput):
+    """A state or a checkpoint cannot be continued by the run at hand."""
+
+
+def check_fits(state: State, fresh: State, rounds: int) -> None:
+    """Whether a run of so many rounds that would start like `fresh` can go on from `state`."""
+    if not 0 <= state.round <= rounds:
+        raise DoesNotFit(f"it has done {state.round} rounds of {rounds}")
+    for group in ("params", "buffers", "memory", "mean_gradient", "iterate"):
+        found, wanted = (_shapes(getattr(s, group)) for s in (state, fresh))
+        for name in sorted(found.keys() | wanted.keys()):
+            if found.get(name) != wanted.get(name):
+                told = (str(shapes.get(name, "absent")) for shapes in (found, wanted))
+                raise DoesNotFit(f"its {group} {name} is {' instead of '.join(told)}")
+    if state.mean_loss.shape != fresh.mean_loss.shape:
+        raise DoesNotFit(f"its mean_loss has shape {tuple(state.mean_loss.shape)}")
+
+
+def _shapes(tree: Tree | None) -> dict[str, str]:
+    return {name: f"{leaf.dtype} {tuple(leaf.shape)}" for name, leaf in (tree or {}).items()}
 
 
 def advance(state: State, outcome: Outcome, rounds: Tensor | None = None) -> State:

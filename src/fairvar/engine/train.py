@@ -22,7 +22,7 @@ from fairvar.engine.linear_eval import watch_single
 from fairvar.engine.losses import LossFunction
 from fairvar.engine.participation import Participation
 from fairvar.engine.pooled import pooled_round
-from fairvar.engine.record import Book, Observation
+from fairvar.engine.record import Book, Observation, check_tables, scored_keys
 from fairvar.engine.reference import reference_round
 from fairvar.engine.run import (
     Run,
@@ -36,7 +36,7 @@ from fairvar.engine.run import (
     whole_tiles,
 )
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
-from fairvar.engine.state import Outcome, State, advance, initial_state
+from fairvar.engine.state import Outcome, State, advance, check_fits, initial_state
 from fairvar.engine.task import Task, make_task
 from fairvar.engine.vmapped import Observer, vmapped_round
 from fairvar.errors import BadInput
@@ -163,6 +163,9 @@ def _all_rounds(
 ) -> tuple[Book, State]:
     run = prepared.run
     splits = tuple(s for s in when.splits if s in run.federation.splits)
+    if start is not None and start.tables is not None:
+        check_fits(start.state, prepared.start(), rounds)
+        check_tables(start.tables, run.clients, start.state.round, scored_keys(run, when))
     state = prepared.start() if start is None else start.state.to(run.device)
     book = Book(run, None if start is None else start.tables)
     for t in range(state.round, rounds):

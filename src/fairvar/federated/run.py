@@ -9,6 +9,7 @@ from functools import partial
 from math import log
 from typing import NamedTuple
 
+import msgspec
 import torch
 from msgspec.structs import replace as with_fields
 from torch import nn
@@ -16,10 +17,10 @@ from torch import nn
 from fairvar.engine.evaluate import Scores
 from fairvar.engine.losses import LossFunction
 from fairvar.engine.participation import Participation
-from fairvar.engine.record import Book, Evaluation
+from fairvar.engine.record import Book, Evaluation, check_tables
 from fairvar.engine.run import Run
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
-from fairvar.engine.state import Outcome, State, advance, initial_state
+from fairvar.engine.state import DoesNotFit, Outcome, State, advance, check_fits, initial_state
 from fairvar.engine.train import (
     Checkpoint,
     Keep,
@@ -31,7 +32,7 @@ from fairvar.engine.train import (
 from fairvar.federated.client import HELD_OUT
 from fairvar.federated.guard import Refusal, counted
 from fairvar.federated.messages import ACCURACY, LOSS, MODEL, SAMPLES
-from fairvar.federated.notes import NAME, Notes
+from fairvar.federated.notes import NAME, PARTS, Notes
 from fairvar.federated.server import Good, Server, Transport
 from fairvar.federated.settings import FederationSettings
 from fairvar.federated.summed import MeanTransport, SummingServer
@@ -122,6 +123,21 @@ def first_state(agreed: Agreement) -> State:
     return _fresh(_server_run(agreed))
 
 
+def check_start(agreed: Agreement, start: Checkpoint) -> None:
+    """DoesNotFit unless `federate` can continue from this checkpoint of an earlier attempt."""
+    run, tables = _server_run(agreed), start.tables or {}
+    check_fits(start.state, _fresh(run), agreed.train.rounds)
+    check_tables(tables, agreed.clients, start.state.round, _scored(agreed))
+    try:
+        notes = Notes.reopen(tables, agreed.clients)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DoesNotFit(f"its notes on the federation are not ours: {error}") from None
+    if {part: len(sizes) for part, sizes in notes.samples.items()} != dict.fromkeys(
+        PARTS, agreed.clients
+    ):
+        raise DoesNotFit("its notes on the federation are of other clients")
+
+
 def _fresh(run: Run) -> State:
     return initial_state(run.method, run.task.params, run.task.buffers, run.clients)
 
@@ -146,16 +162,18 @@ def _checkpoint(state: State, book: Book, notes: Notes) -> Checkpoint:
     return Checkpoint(state, {**book.tables(), NAME: notes.table()})
 
 
+def _scored(agreed: Agreement) -> list[Key]:
+    models = ("global", "local") if agreed.evaluate.local else ("global",)
+    return [(split, m) for split in agreed.evaluate.splits if split in HELD_OUT for m in models]
+
+
 def _evaluation(
     agreed: Agreement, before: State, seen: Mapping[str, Good], samples: dict[str, list[int]]
 ) -> Evaluation:
     """Tables over all clients from the replies of those that answered; nan for the others."""
     nothing = torch.full((agreed.clients,), torch.nan, dtype=torch.float64)
     scores: dict[Key, Scores] = {
-        (split, model): Scores(nothing.clone(), nothing.clone())
-        for split in agreed.evaluate.splits
-        if split in HELD_OUT
-        for model in (("global", "local") if agreed.evaluate.local else ("global",))
+        key: Scores(nothing.clone(), nothing.clone()) for key in _scored(agreed)
     }
     norm = nothing.clone()
     for model, good in seen.items():

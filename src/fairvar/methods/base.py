@@ -57,6 +57,7 @@ class Method(Checked, frozen=True, tag_field="name"):
     sends: ClassVar[tuple[str, ...]] = ("model update",)  # what a client computes and sends
     each_separately: ClassVar[bool] = False  # the server needs every client's value by itself
     fairness_knob: ClassVar[str | None] = None  # the field that trades accuracy for fairness
+    version: ClassVar[int] = 1  # raised when a built-in method computes other numbers than before
 
     uses_mean_loss: ClassVar[bool] = False  # the server broadcasts a = Σ r_i f_i
     uses_mean_gradient: ClassVar[bool] = False  # … and g = Σ r_i ∇f_i

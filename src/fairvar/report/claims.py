@@ -127,7 +127,7 @@ def claims_table(groups: Sequence[Group]) -> Table | None:
     enough. Those that have fewer are marked."""
     rows, counts = [], set[int]()
     for group in groups:
-        dataset = DATASETS.get(group.dataset)
+        dataset = DATASETS.get(group.config.data.name)
         seeds = min(len(r.trial.seeds) for r in group.results)
         for sentence in SENTENCES:
             if dataset not in sentence.datasets:

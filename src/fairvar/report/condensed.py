@@ -8,19 +8,18 @@ validation and test data are left out.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import lzma
-import re
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import to_builtins
 from msgspec.structs import replace
 from safetensors.numpy import load, save
 
@@ -28,16 +27,24 @@ from fairvar.archive import condensed_history
 from fairvar.config import Config
 from fairvar.errors import IntegrityError
 from fairvar.experiment import StoredRun
-from fairvar.report.trial import Summary
+from fairvar.identity import RECORD, Identity, recorded_identity
+from fairvar.report.trial import Summary, Trial
 from fairvar.select import Curve
-from fairvar.store import is_complete, read_manifest, read_sealed, seal, with_manifest, write_bytes
+from fairvar.store import (
+    inside,
+    is_complete,
+    read_manifest,
+    read_sealed,
+    seal,
+    with_manifest,
+    write_bytes,
+)
 
 if TYPE_CHECKING:
     from fairvar.report.gather import Group
 
 ARCHIVE = "runs.tar.xz"
 SUMMARIES = "summaries"
-NAME = re.compile(r"(\w[\w.-]*/){1,2}\w[\w.-]*")
 MOST_BYTES = 2_000_000_000  # unpacked: an archive from elsewhere must not fill the disk
 
 
@@ -56,6 +63,10 @@ class Condensed:
                 manifest = read_manifest(path) or {}
                 text = read_sealed(path, manifest, "config.toml").decode()
                 yield Condensed(path, Config.from_toml(text), manifest)
+
+    @cached_property
+    def identity(self) -> Identity:
+        return recorded_identity(self.manifest, self.config)
 
     def summary(self) -> Summary:
         facts = self.manifest
@@ -82,9 +93,9 @@ def condense(groups: Sequence[Group], out: Path, everything: bool = False) -> Pa
             runs = [run for run in trial.source if isinstance(run, StoredRun)]
             if runs and (everything or id(trial) in chosen):
                 for run in runs:
-                    files |= _within(run.folder.name, _run_files(run))
+                    files |= _within(run.identity.name, _run_files(run))
             else:
-                files |= _summary_files(group, trial.method, trial.lr, trial.summary)
+                files |= _summary_files(group, trial)
         if group.federation is not None:
             name = f"federations/{group.federation['sha256'][:16]}.json"
             facts = {k: v for k, v in group.federation.items() if k != "seal"}
@@ -108,25 +119,27 @@ def _run_files(run: StoredRun) -> dict[str, bytes]:
     return with_manifest(read, {**facts, "condensed": True})
 
 
-def _summary_files(group: Group, method: Any, lr: float, summary: Summary) -> dict[str, bytes]:
+def _summary_files(group: Group, trial: Trial) -> dict[str, bytes]:
+    summary = trial.summary
     seed = int(summary.births[0]["seed"])
     config = replace(
-        group.config, method=method, train=replace(group.config.train, lr=lr, seed=seed)
+        group.config, method=trial.method, train=replace(group.config.train, lr=trial.lr, seed=seed)
     )
     tensors = {"rounds": np.array(summary.rounds, dtype=np.int64)}
     for model, curve in summary.valid.items():
         tensors |= {f"{model}/mean": curve.mean, f"{model}/variance": curve.variance}
+    assert trial.identity is not None  # it was gathered
+    identity = replace(trial.identity, settings=config.fingerprint)
     facts = {
-        "method": method.label,
+        "method": trial.method.label,
+        RECORD: to_builtins(identity),
         "passport": dict(group.passport),
         "diverged": summary.diverged,
         "last": {model: list(two) for model, two in summary.last.items()},
         "births": [dict(birth) for birth in summary.births],
     }
-    text = config.to_toml().encode()
-    files = {"config.toml": text, "curves.safetensors": save(tensors)}
-    name = hashlib.sha256(text).hexdigest()[:16]
-    return _within(f"{SUMMARIES}/{name}", with_manifest(files, facts))
+    files = {"config.toml": config.to_toml().encode(), "curves.safetensors": save(tensors)}
+    return _within(f"{SUMMARIES}/{identity.name}", with_manifest(files, facts))
 
 
 def _packed(files: Mapping[str, bytes]) -> bytes:
@@ -168,9 +181,10 @@ def _extract(content: tarfile.TarFile, archive: Path, place: Path) -> None:
     """Plain files with plain names, and not too many bytes: an archive may come from elsewhere."""
     room = MOST_BYTES
     for entry in content:
-        target, room = place / entry.name, room - entry.size
-        if not entry.isfile() or not NAME.fullmatch(entry.name):
+        room -= entry.size
+        if not entry.isfile() or "/" not in entry.name:
             raise IntegrityError(f"{archive} holds {entry.name!r}; refused")
+        target = inside(place, entry.name, depth=3)
         if room < 0:
             raise IntegrityError(f"{archive} holds more than {MOST_BYTES:,} bytes; refused")
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ import numpy as np
 from fairvar.errors import BadInput
 from fairvar.experiment import StoredRun
 from fairvar.history import History
+from fairvar.identity import Identity
 from fairvar.methods.base import Method
 from fairvar.metrics import Fairness
 from fairvar.select import Curve, Validation
@@ -62,6 +63,8 @@ class Trial:
     lr: float
     source: Sequence[History] | Sequence[StoredRun]
     kept: Summary | None = None
+    identity: Identity | None = None  # of one of its stored runs
+    version: str = ""  # tells it from runs of other code under the same label, where there are any
 
     @cached_property
     def histories(self) -> Sequence[History]:
@@ -78,7 +81,7 @@ class Trial:
 
     @property
     def label(self) -> str:
-        return self.method.label
+        return f"{self.method.label} [{self.version}]" if self.version else self.method.label
 
     @property
     def knob(self) -> tuple[str, Any] | None:

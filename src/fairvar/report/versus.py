@@ -68,6 +68,9 @@ def _group(folder: Path, alpha: str) -> Group:
     protocols = {g.config.protocol for g in groups}
     names = {_name(g, len(protocols) > 1): g for g in groups}
     if alpha in names:
+        if sum(_name(g, len(protocols) > 1) == alpha for g in groups) > 1:
+            raise BadInput(f"{folder} has several federations with @{alpha}, which differ in other "
+                           "settings; keep them in folders of their own")  # fmt: skip
         return names[alpha]
     if not alpha and len(groups) == 1:
         return groups[0]
@@ -77,7 +80,8 @@ def _group(folder: Path, alpha: str) -> Group:
 
 def _name(group: Group, several_protocols: bool) -> str:
     alpha = "" if group.alpha is None else f"{group.alpha:g}"
-    return f"{group.config.protocol}/{alpha}" if several_protocols else alpha
+    name = f"{group.config.protocol}/{alpha}" if several_protocols else alpha
+    return f"{name}/{group.data}" if group.data else name
 
 
 def _single(run: StoredRun, model: str | None, late: bool) -> Side:

@@ -47,7 +47,9 @@ CAPTIONS = {
 
 def group_name(group: Group) -> str:
     """Part of file names: the data set, the protocol if it is not the default, and alpha."""
-    parts = [group.dataset]
+    parts = [group.config.data.name]
+    if group.data:
+        parts.append(group.data)
     if group.config.protocol != "boxes":
         parts.append(group.config.protocol)
     if group.alpha is not None:
@@ -70,7 +72,7 @@ def group_table(group: Group) -> Table:
     heterogeneity = "" if group.alpha is None else f", Dirichlet {group.alpha:g}"
     births = group.births
     seeds = sorted({int(birth["seed"]) for birth in births})
-    cells = {r.label: printed(group.dataset, group.alpha, r.label) for r in group.results}
+    cells = {r.label: printed(config.data.name, group.alpha, r.label) for r in group.results}
     return result_table(
         group.results,
         f"{group.dataset}, {config.data.clients} clients{heterogeneity}, {config.model.name}",
@@ -81,11 +83,20 @@ def group_table(group: Group) -> Table:
             "over seeds. Chosen on validation data, reported on test data.",
             f"Noise floor of the variance ×100: {100 * noise_floor(group.results, primary):.3f}.",
             "Bold: ahead of every other method by more than the paired 95 % interval.",
-            *filter(None, [start_note(config)]),
+            *filter(None, [start_note(config), _several_versions(group)]),
         ],
         primary,
         {label: cell for label, cell in cells.items() if cell is not None},
     )
+
+
+def _several_versions(group: Group) -> str | None:
+    """What to know where a method's code, or how it was run, changed between runs."""
+    labels = sorted({trial.label for trial in group.trials if trial.version})
+    if not labels:
+        return None
+    return (f"{', '.join(labels)}: runs of different versions of a method's code, or of different "
+            "rules of a deployment, under one name. They are not mixed.")  # fmt: skip
 
 
 def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[Table], list[Path]]:
