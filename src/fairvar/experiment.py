@@ -24,7 +24,7 @@ from fairvar.archive import (
     unpack_history,
     unpack_state,
 )
-from fairvar.config import Config
+from fairvar.config import Config, parse_toml
 from fairvar.data import load_federation
 from fairvar.engine.state import State, no_state
 from fairvar.engine.train import Checkpoint, run_rounds
@@ -32,12 +32,13 @@ from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
 from fairvar.federation import Federation
 from fairvar.history import History
 from fairvar.models import build, load_weights
+from fairvar.records import FederationRecord, RunManifest, agree, check
 from fairvar.store import (
     drop_checkpoints,
     is_complete,
-    open_seal,
     read_checkpoints,
     read_manifest,
+    read_record,
     read_sealed,
     save_files,
     seal,
@@ -50,7 +51,6 @@ SCORES = ("mean", "variance_over_clients", "noise_floor", "corrected_variance",
           "worst_10_percent", "smallest")  # fmt: skip
 SECONDS_BETWEEN_CHECKPOINTS = 10.0
 TIME_FOR_CHECKPOINTS = 0.05  # at most this share of a computation
-NEEDED = ("rounds", "diverged_at", "passport", "birth")  # facts that readers of a run use
 T = TypeVar("T")
 
 
@@ -257,12 +257,12 @@ def recorded_federation(run: StoredRun) -> dict[str, Any] | None:
     if not sha.isalnum():  # part of a path, and not from us
         raise IntegrityError(f"the manifest of {run.folder} names the partition {sha!r}; refused")
     path = run.folder.parent / "federations" / f"{sha[:16]}.json"
-    try:
-        return open_seal(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise IntegrityError(f"{path} is damaged: {error}; delete it") from None
+    found = read_record(path, FederationRecord, "delete it")
+    if found is not None:
+        passport = run.manifest["passport"]
+        known = {k: (found.get(k), passport.get(k)) for k in ("sha256", "clients", "sizes")}
+        agree(path, **known)
+    return found
 
 
 def _facts(config: Config, history: History, passport: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,26 +306,28 @@ class StoredRun:
         manifest = read_manifest(folder)
         if manifest is None:
             raise IntegrityError(f"{folder} holds no finished run (it has no manifest)")
-        lacking = [fact for fact in NEEDED if fact not in manifest]
-        if lacking or not isinstance(manifest["passport"], dict):
-            raise IntegrityError(
-                f"the manifest of {folder} lacks {', '.join(lacking) or 'a passport'}"
-            )
-        text = read_sealed(folder, manifest, "config.toml").decode()
-        return StoredRun(folder, Config.from_toml(text), manifest)
+        text = read_sealed(folder, manifest, "config.toml")
+        config = stored_config(folder / "config.toml", text)
+        _check_same_run(folder, check(manifest, RunManifest), config)
+        return StoredRun(folder, config, manifest)
 
     def history(self) -> History:
         state = self.state()
-        return self._read(
+        found = self._read(
             "history.safetensors",
             lambda content: unpack_history(content, state, self.config.method, self.manifest),
         )
+        _check_same_history(self, found)
+        return found
 
     def state(self) -> State:
         """The final state; that of a condensed run was not kept."""
         if self.manifest.get("condensed"):
             return no_state(int(self.manifest["rounds"]))
-        return self._read("state.safetensors", unpack_state)
+        state = self._read("state.safetensors", unpack_state)
+        if not 0 <= state.round <= self.config.train.rounds:
+            raise IntegrityError(f"{self.folder}: its state is of round {state.round}")
+        return state
 
     def _read(self, name: str, unpack: Callable[[bytes], T]) -> T:
         content = read_sealed(self.folder, self.manifest, name)
@@ -333,3 +335,50 @@ class StoredRun:
             return unpack(content)
         except IntegrityError as error:
             raise IntegrityError(f"{self.folder / name}: {error}") from None
+
+
+def stored_config(path: Path, content: bytes) -> Config:
+    """A configuration as it was stored: all its sections are there."""
+    try:
+        values = parse_toml(content.decode(), str(path))
+        lacking = [field for field in Config.__struct_fields__ if field not in values]
+        if lacking:
+            raise BadInput(f"it lacks {', '.join(lacking)}")
+        return Config.from_dict(values)
+    except ValueError as error:  # BadInput, too: a method may need its plugin
+        raise BadInput(f"{path} cannot be used: {error}") from None
+
+
+def _check_same_run(folder: Path, manifest: RunManifest, config: Config) -> None:
+    """The manifest is of this configuration."""
+    rounds, passport = config.train.rounds, manifest.passport
+    agree(
+        f"the run in {folder}",
+        fingerprint=(manifest.fingerprint, config.fingerprint),
+        name=(manifest.name, config.name),
+        method=(manifest.method, config.method.label),
+        protocol=(manifest.protocol, config.protocol),
+        starts_from=(manifest.starts_from, config.model.weights_sha256 or "scratch"),
+        seed=(manifest.birth.seed, config.train.seed),
+        rounds=(manifest.rounds, min(manifest.rounds, rounds)),
+        diverged_at=(manifest.diverged_at or 0, min(manifest.diverged_at or 0, rounds)),
+        clients=(passport.clients or config.data.clients, config.data.clients),
+        dataset=(passport.dataset or config.data.name, config.data.name),
+    )
+
+
+def _check_same_history(run: StoredRun, history: History) -> None:
+    """The history is of this run: as many clients, samples and rounds, and it is whole."""
+    facts, rounds = run.manifest, run.config.train.rounds
+    last = int(history.evaluated[-1]) if len(history.evaluated) else 0
+    whole = rounds if facts["diverged_at"] is None else min(last, rounds)
+    samples = {split: counts.tolist() for split, counts in history.samples.items()}
+    counters = (history.exchanges, history.bytes_down, history.bytes_up)
+    named = ("exchanges_per_client", "bytes_down_per_client", "bytes_up_per_client")
+    agree(
+        f"the history of the run in {run.folder}",
+        clients=(history.loss.shape[1], run.config.data.clients),
+        samples=(samples, facts["passport"].get("split_sizes") or samples),
+        last_round=(last, whole),
+        traffic=(counters, tuple(facts[name] for name in named)),
+    )

@@ -9,6 +9,8 @@ of a network turn such rounding into another trajectory.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput
 from fairvar.experiment import StoredRun, federation_of, model_of
 from fairvar.history import History
-from fairvar.report.condensed import Condensed, unpacked
+from fairvar.report.condensed import ARCHIVE, LIST, Condensed, extract, unpacked, write_list
 from fairvar.report.gather import stored_runs
 from fairvar.store import verify
 
@@ -91,6 +93,17 @@ def check_files(folder: Path) -> int:
     for summary in summaries:
         summary.summary()
     return len(runs) + len(summaries)
+
+
+def seal_archive(folder: Path) -> tuple[Path, int]:
+    """Write the list of contents beside an archive from before there were such lists, after
+    checking all that it holds; the list, and the number of runs and summaries."""
+    if os.path.lexists(folder / LIST):
+        raise BadInput(f"{folder / LIST} is there already; it is never overwritten")
+    with tempfile.TemporaryDirectory(prefix="fairvar-") as place:
+        contents = extract(folder / ARCHIVE, Path(place))
+        checked = check_files(Path(place))
+    return write_list(folder, *contents), checked
 
 
 def draw(runs: Sequence[StoredRun], number: int, seed: int) -> list[StoredRun]:

@@ -18,8 +18,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from fairvar.data.raw import Layout, Raw, reason
+from fairvar.data.raw import Layout, Raw, reason, unreadable
+from fairvar.files import digest, open_regular, read_bytes, walk
 
+MOST_BYTES = 64 << 30
 VERSION = "1"  # of the decoding: raised when the same files would give other arrays
 
 
@@ -53,7 +55,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def file_digest(path: Path, kind: str = "sha256") -> str:
-    with path.open("rb") as file:
+    with open_regular(path, MOST_BYTES) as file:
         return hashlib.file_digest(file, kind).hexdigest()
 
 
@@ -79,22 +81,23 @@ def _say(line: str) -> None:
 
 def _identity(name: str, paths: Sequence[Path]) -> str:
     """Of an archive its content, of a folder its names, sizes and times."""
-    digest = hashlib.sha256(f"{VERSION} {name}".encode())
+    found = hashlib.sha256(f"{VERSION} {name}".encode())
     for path in paths:
-        if path.is_file():
-            digest.update(file_digest(path).encode())
-        for entry in sorted(_files(path), key=lambda entry: entry[0]) if path.is_dir() else ():
-            digest.update("\0".join(map(str, entry)).encode(errors="surrogateescape"))
-    return digest.hexdigest()
+        try:
+            if path.is_file():
+                found.update(file_digest(path).encode())
+            for entry in sorted(_files(path), key=lambda entry: entry[0]) if path.is_dir() else ():
+                found.update("\0".join(map(str, entry)).encode(errors="surrogateescape"))
+        except OSError as error:
+            raise unreadable(path, error) from None
+    return found.hexdigest()
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
-    for base, folders, names in os.walk(folder):
-        links = [name for name in folders if os.path.islink(os.path.join(base, name))]
-        for name in (*names, *links):
-            path = os.path.join(base, name)
-            facts = os.stat(path) if os.path.exists(path) else os.lstat(path)
-            yield os.path.relpath(path, folder), facts.st_size, facts.st_mtime_ns
+    for entry in walk(folder):
+        if not entry.is_dir(follow_symlinks=False):
+            facts = os.stat(entry.path) if os.path.exists(entry.path) else os.lstat(entry.path)
+            yield os.path.relpath(entry.path, folder), facts.st_size, facts.st_mtime_ns
 
 
 def _save(file: Path, raw: Raw) -> None:
@@ -114,14 +117,13 @@ def _load(file: Path) -> Raw | None:
     if not file.is_file():
         return None
     try:
-        wanted = _sum_file(file).read_text(encoding="ascii").split()[0]
-        with file.open("rb") as stream:
-            if hashlib.file_digest(stream, "sha256").hexdigest() != wanted:
+        wanted = read_bytes(_sum_file(file), 1000).decode("ascii").split()[0]
+        with open_regular(file, MOST_BYTES) as stream:
+            if digest(stream) != wanted:
                 raise ValueError("its checksum is wrong")
-            stream.seek(0)
             with np.load(stream, allow_pickle=False) as arrays:
                 train, classes = arrays["numbers"].tolist()
                 return Raw(arrays["x"], arrays["y"], train, classes, note=str(arrays["note"]))
-    except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile) as error:
         _say(f"{file.name} in the cache is damaged ({reason(error)}); decoding the images again")
         return None

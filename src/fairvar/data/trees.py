@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fairvar.data.inflate import check_name, tar_files
-from fairvar.data.raw import read_capped, reason, refused
+from fairvar.data.raw import read_capped, reason, refused, unreadable
 from fairvar.errors import BadInput
+from fairvar.files import open_regular, walk
 
 MOST_BYTES = 4 << 30  # of a whole archive
+MOST_TAR_BYTES = 400 << 20  # of a tar, whose files are all read at once
+MOST_TABLE_BYTES = 24 << 20  # of the table of a zip: about 200,000 files
 MOST_FILES = 2_000_000
 MOST_FILE_BYTES = 32 << 20  # of one image or list
 # Everything that zipfile was seen to raise on damaged files.
@@ -49,34 +52,39 @@ def open_tree(path: Path, endings: Iterable[str]) -> Iterator[Tree]:
             entries = _checked_entries(path, archive, wanted)
             yield Tree(path.name, list(entries), lambda n: _zip_bytes(path, archive, entries[n]))
     else:
-        files = dict(tar_files(path, MOST_BYTES, wanted))
+        files = dict(tar_files(path, MOST_TAR_BYTES, MOST_FILE_BYTES, wanted))
         yield Tree(path.name, list(files), files.__getitem__)
 
 
 def _folder_names(folder: Path) -> Iterator[str]:
     """All files below; links must not lead out of the folder."""
     inside = folder.resolve()
-    for base, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            path = Path(base, name)
-            if path.is_symlink() and (name in folders or not path.resolve().is_relative_to(inside)):
+    try:
+        for entry in walk(folder):
+            path = Path(entry.path)
+            if entry.is_symlink() and (entry.is_dir() or not path.resolve().is_relative_to(inside)):
                 raise refused(path, f"it is a link to {os.readlink(path)[:80]!r}; only links to "
                                     "files inside the folder are followed")  # fmt: skip
-        for name in files:
-            yield Path(base, name).relative_to(folder).as_posix()
+            if not entry.is_dir(follow_symlinks=False):
+                yield path.relative_to(folder).as_posix()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise BadInput(f"cannot read {folder}: {reason(error)}") from None
 
 
 @contextmanager
 def _open_zip(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with (
+            open_regular(path, MOST_BYTES, at_once=max(MOST_TABLE_BYTES, MOST_FILE_BYTES)) as file,
+            zipfile.ZipFile(file) as archive,
+        ):
             yield archive
     except BadInput:  # which is a ValueError
         raise
     except (*_UNREADABLE, ValueError) as error:
         raise refused(path, f"it is no intact zip file ({reason(error)})") from None
     except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror or reason(error)}") from None
+        raise unreadable(path, error) from None
 
 
 def _checked_entries(
