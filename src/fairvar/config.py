@@ -170,17 +170,22 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    if any(line.count(".") > MOST_DOTS for line in text.splitlines()):  # slow beyond measure
-        raise BadInput(f"{where} has a line with more than {MOST_DOTS} dots; use several lines")
     try:
-        values = tomllib.loads(text.replace("\r\n", "\n"))
-        if _depth(values) > MOST_LEVELS:
-            raise RecursionError
-        return values
+        return _loads(text)
     except RecursionError:
         raise BadInput(f"{where} is not valid TOML: it is nested too deeply") from None
     except ValueError as error:  # TOMLDecodeError, or a number of thousands of digits
         raise BadInput(f"{where} is not valid TOML: {error}") from None
+
+
+def _loads(text: str) -> dict[str, Any]:
+    """tomllib takes the square of the number of dots in a key."""
+    if any(line.count(".") > MOST_DOTS for line in text.splitlines()):
+        raise ValueError(f"a line has more than {MOST_DOTS} dots; use several lines")
+    values = tomllib.loads(text)
+    if _depth(values) > MOST_LEVELS:
+        raise RecursionError
+    return values
 
 
 def _depth(value: Any) -> int:
@@ -224,7 +229,7 @@ def assign(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"v = {text}")["v"]
+        return _loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         return text
     except (ValueError, RecursionError):  # a number of thousands of digits, thousands of brackets

@@ -47,7 +47,7 @@ def open_regular(path: Path, most: int, *, at_once: int = 1 << 62, follow: bool 
     try:
         facts = os.fstat(handle)
         if stat.S_ISDIR(facts.st_mode):
-            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not stat.S_ISREG(facts.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file")
         if facts.st_size > most:

@@ -14,9 +14,11 @@ from fairvar.data.raw import read_capped, reason, refused, unreadable
 from fairvar.errors import FairvarError
 from fairvar.files import MOST_ARCHIVE, open_regular
 
-AT_ONCE = 16 << 20  # the most bytes one read may ask for: tar headers lie about their lengths
-PIECE = 1 << 18
-MOST_ENTRIES = 250_000  # of a tar
+AT_ONCE = PIECE = (
+    1 << 16
+)  # the most bytes one read may ask for: tar headers lie about their lengths
+MOST_ENTRIES = 150_000  # of a tar
+MOST_HEADERS = 16 << 20  # bytes of a tar's long headers, which are slow to read
 XZ_MEMORY = 256 << 20
 _GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"
 
@@ -111,10 +113,15 @@ def tar_files(
         with open_regular(path, MOST_ARCHIVE) as file:
             stream = Inflated(file, path.name, most)
             with tarfile.open(fileobj=cast(Any, stream), mode="r:") as tar:
+                room = MOST_HEADERS
                 for _ in range(MOST_ENTRIES):
+                    start = stream.tell()
                     if (member := tar.next()) is None:
                         break
                     tar.members.clear()  # type: ignore[attr-defined]  # or it keeps all of them
+                    room -= max(0, stream.tell() - start - 4 * tarfile.BLOCKSIZE)
+                    if room < 0:
+                        raise refused(path, f"its headers have more than {MOST_HEADERS} bytes")
                     check_name(path.name, member.name)
                     if member.isdir():
                         continue
@@ -123,6 +130,7 @@ def tar_files(
                                             f"or claims {member.size} bytes")  # fmt: skip
                     if wanted(member.name):
                         yield member.name, _content(path, tar, member)
+                    stream.seek(member.offset_data + member.size)
                 else:
                     raise refused(path, f"it has more than {MOST_ENTRIES} entries")
             while stream.read(PIECE):  # to the end, where the checksum is

@@ -14,12 +14,12 @@ from pathlib import Path
 from fairvar.data.inflate import check_name, tar_files
 from fairvar.data.raw import read_capped, reason, refused, unreadable
 from fairvar.errors import BadInput
-from fairvar.files import open_regular, walk
+from fairvar.files import Bounded, open_regular, walk
 
 MOST_BYTES = 4 << 30  # of a whole archive
 MOST_TAR_BYTES = 400 << 20  # of a tar, whose files are all read at once
-MOST_TABLE_BYTES = 24 << 20  # of the table of a zip: about 200,000 files
-MOST_FILES = 2_000_000
+MOST_TABLE_BYTES = 24 << 20  # of the table of a zip
+MOST_FILES = 150_000  # of an archive
 MOST_FILE_BYTES = 32 << 20  # of one image or list
 # Everything that zipfile was seen to raise on damaged files.
 _UNREADABLE = (zipfile.BadZipFile, struct.error, zlib.error, ArithmeticError, EOFError,
@@ -52,7 +52,11 @@ def open_tree(path: Path, endings: Iterable[str]) -> Iterator[Tree]:
             entries = _checked_entries(path, archive, wanted)
             yield Tree(path.name, list(entries), lambda n: _zip_bytes(path, archive, entries[n]))
     else:
-        files = dict(tar_files(path, MOST_TAR_BYTES, MOST_FILE_BYTES, wanted))
+        files: dict[str, bytes] = {}
+        for name, content in tar_files(path, MOST_TAR_BYTES, MOST_FILE_BYTES, wanted):
+            if name in files:
+                raise refused(path, f"it holds {name[:80]!r} twice")
+            files[name] = content
         yield Tree(path.name, list(files), files.__getitem__)
 
 
@@ -75,8 +79,8 @@ def _folder_names(folder: Path) -> Iterator[str]:
 def _open_zip(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with (
-            open_regular(path, MOST_BYTES, at_once=max(MOST_TABLE_BYTES, MOST_FILE_BYTES)) as file,
-            zipfile.ZipFile(file) as archive,
+            open_regular(path, MOST_BYTES, at_once=MOST_TABLE_BYTES) as file,
+            _checked_zip(path, file) as archive,
         ):
             yield archive
     except BadInput:  # which is a ValueError
@@ -87,14 +91,23 @@ def _open_zip(path: Path) -> Iterator[zipfile.ZipFile]:
         raise unreadable(path, error) from None
 
 
+def _checked_zip(path: Path, file: Bounded) -> zipfile.ZipFile:
+    """The table of a zip lies at its end; zipfile makes objects of all its entries, which takes
+    long, before anything else can be asked."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_TABLE_BYTES))
+    if file.read().count(b"PK\1\2") > MOST_FILES:
+        raise refused(path, f"it has more than {MOST_FILES} entries")
+    return zipfile.ZipFile(file)
+
+
 def _checked_entries(
     path: Path, archive: zipfile.ZipFile, wanted: Callable[[str], bool]
 ) -> dict[str, zipfile.ZipInfo]:
     """The wanted entries; sizes and names are checked before anything is unpacked."""
     entries: dict[str, zipfile.ZipInfo] = {}
     infos = archive.infolist()
-    if len(infos) > MOST_FILES or sum(info.file_size for info in infos) > MOST_BYTES:
-        raise refused(path, f"it claims more than {MOST_FILES} files or {MOST_BYTES} bytes")
+    if sum(info.file_size for info in infos) > MOST_BYTES:
+        raise refused(path, f"it claims more than {MOST_BYTES} bytes")
     for info in infos:
         check_name(path.name, info.filename)
         is_link = (info.external_attr >> 16) & 0o170000 == 0o120000

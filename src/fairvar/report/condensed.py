@@ -54,7 +54,7 @@ SUMMARIES = "summaries"
 # An archive may come from elsewhere: it must neither fill the disk nor the memory.
 NAME = re.compile(get_args(EntryName)[1].pattern)
 MOST_BYTES = 2_000_000_000  # unpacked
-MOST_FILES = 200_000
+MOST_FILES = 100_000
 MOST_FILE_BYTES = 64 << 20
 MOST_RATIO = 200  # of unpacked to packed bytes, above `ANY_RATIO` bytes
 ANY_RATIO = 64 << 20
