@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
@@ -32,7 +33,7 @@ from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
 from fairvar.federation import Federation
 from fairvar.history import History
 from fairvar.models import build, load_weights
-from fairvar.records import FederationRecord, RunManifest, agree, check
+from fairvar.records import FederationRecord, Partition, RunManifest, agree, check
 from fairvar.store import (
     drop_checkpoints,
     is_complete,
@@ -259,9 +260,8 @@ def recorded_federation(run: StoredRun) -> dict[str, Any] | None:
     path = run.folder.parent / "federations" / f"{sha[:16]}.json"
     found = read_record(path, FederationRecord, "delete it")
     if found is not None:
-        passport = run.manifest["passport"]
-        known = {k: (found.get(k), passport.get(k)) for k in ("sha256", "clients", "sizes")}
-        agree(path, **known)
+        facts, same = run.manifest["passport"], ("sha256", "clients", "sizes", "classes_by_client")
+        agree(path, **{fact: (found.get(fact), facts.get(fact)) for fact in same})
     return found
 
 
@@ -351,7 +351,7 @@ def stored_config(path: Path, content: bytes) -> Config:
 
 def _check_same_run(folder: Path, manifest: RunManifest, config: Config) -> None:
     """The manifest is of this configuration."""
-    rounds, passport = config.train.rounds, manifest.passport
+    rounds = config.train.rounds
     agree(
         f"the run in {folder}",
         fingerprint=(manifest.fingerprint, config.fingerprint),
@@ -362,16 +362,30 @@ def _check_same_run(folder: Path, manifest: RunManifest, config: Config) -> None
         seed=(manifest.birth.seed, config.train.seed),
         rounds=(manifest.rounds, min(manifest.rounds, rounds)),
         diverged_at=(manifest.diverged_at or 0, min(manifest.diverged_at or 0, rounds)),
-        clients=(passport.clients or config.data.clients, config.data.clients),
-        dataset=(passport.dataset or config.data.name, config.data.name),
     )
+    check_same_data(folder, manifest.passport, config)
+
+
+def check_same_data(folder: Path, passport: Partition, config: Config) -> None:
+    """The partition is the one that the configuration asks for, as far as it was noted."""
+    asked = msgspec.to_builtins(config.partition)
+    pairs = {
+        "clients": (passport.clients, config.data.clients),
+        "dataset": (passport.dataset, config.data.name),
+        "seed of the partition": (passport.seed, config.data.seed),
+        "partition": (asked | (passport.partition or {}), asked),
+        "fraction": (passport.fraction, config.data.fraction),
+        "samples": (passport.samples, config.data.samples),
+    }
+    agree(folder, **{fact: pair for fact, pair in pairs.items() if pair[0] is not None})
 
 
 def _check_same_history(run: StoredRun, history: History) -> None:
     """The history is of this run: as many clients, samples and rounds, and it is whole."""
     facts, rounds = run.manifest, run.config.train.rounds
     last = int(history.evaluated[-1]) if len(history.evaluated) else 0
-    whole = rounds if facts["diverged_at"] is None else min(last, rounds)
+    diverged = facts["diverged_at"]  # the last evaluation is missing if the run diverged
+    whole = rounds if diverged is None else min(last, diverged, rounds - 1)
     samples = {split: counts.tolist() for split, counts in history.samples.items()}
     counters = (history.exchanges, history.bytes_down, history.bytes_up)
     named = ("exchanges_per_client", "bytes_down_per_client", "bytes_up_per_client")

@@ -25,16 +25,26 @@ _SMALL = 64 << 20  # larger files that are mostly holes take memory that nobody 
 _PIECE = 1 << 20
 
 
+class _Regular(io.FileIO):
+    """Ends where the file ended when it was opened: files in /proc hide their length."""
+
+    length = 0
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        return super().readinto(memoryview(buffer)[: max(0, self.length - self.tell())])
+
+
 class Bounded(io.BufferedReader):
     """A file of which one call reads at most `at_once` bytes: the tables of a zip may be huge."""
 
-    at_once = 1 << 62
+    length, at_once = 0, 1 << 62
 
     def read(self, size: int | None = -1, /) -> bytes:
-        wanted = self.at_once + 1 if size is None or size < 0 else size
-        if wanted > self.at_once and os.fstat(self.fileno()).st_size - self.tell() > self.at_once:
+        left = max(0, self.length - self.tell())
+        wanted = left if size is None or size < 0 else min(size, left)
+        if wanted > self.at_once:
             raise OSError(errno.EFBIG, f"a part of it has more than {self.at_once} bytes")
-        return super().read(size)
+        return super().read(wanted)
 
 
 def open_regular(path: Path, most: int, *, at_once: int = 1 << 62, follow: bool = True) -> Bounded:
@@ -51,28 +61,24 @@ def open_regular(path: Path, most: int, *, at_once: int = 1 << 62, follow: bool 
         if not stat.S_ISREG(facts.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file")
         if facts.st_size > most:
-            raise _too_large(facts.st_size, most)
+            size = f"it has {facts.st_size} bytes, more than the {most} allowed"
+            raise OSError(errno.EFBIG, size)
         if facts.st_size > _SMALL and _mostly_holes(handle, facts.st_size):
             raise OSError(errno.EINVAL, f"nearly all of its {facts.st_size} bytes are a hole")
-        file = Bounded(io.FileIO(handle, closefd=True))
     except BaseException:
         os.close(handle)
         raise
+    raw = _Regular(handle)
+    file = Bounded(raw, 1 << 16)
+    raw.length = file.length = facts.st_size
     file.at_once = at_once
     return file
 
 
 def read_bytes(path: Path, most: int, *, follow: bool = True) -> bytes:
-    """All of a regular file. A file that grows, or hides its length as those in /proc, is refused
-    when it passes the limit."""
+    """All of a regular file."""
     with open_regular(path, most, follow=follow) as file:
-        size = os.fstat(file.fileno()).st_size
-        content = file.read(size + 1)
-        if len(content) > size:
-            content += file.read(most + 1 - len(content))
-        if len(content) > most:
-            raise _too_large(len(content), most)
-        return content
+        return file.read()
 
 
 def digest(file: Any, kind: Any = "sha256") -> str:
@@ -80,10 +86,6 @@ def digest(file: Any, kind: Any = "sha256") -> str:
     found = hashlib.file_digest(file, kind).hexdigest()
     file.seek(0)
     return found
-
-
-def _too_large(size: int, most: int) -> OSError:
-    return OSError(errno.EFBIG, f"it has {size} bytes, more than the {most} allowed")
 
 
 def _mostly_holes(handle: int, size: int) -> bool:

@@ -30,6 +30,7 @@ Amount = Annotated[float, Meta(ge=0, le=1e18)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=0, le=2**40)]
 Model = Literal["global", "local"]
+Split = Literal["train", "valid", "test"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,8 +79,12 @@ class Partition(Record, frozen=True, kw_only=True):
     seed: Number | None = None
     holdout: Text | None = None
     split: list[Share] | None = None
-    split_sizes: dict[Literal["train", "valid", "test"], list[Count]] | None = None
+    split_sizes: dict[Split, list[Count]] | None = None
     normalisation: Normalisation | None = None
+    partition: dict[Text, Any] | None = None
+    fraction: Share | None = None
+    samples: Positive | None = None
+    pool_samples: Positive | None = None
 
     def __post_init__(self) -> None:
         tables = {"sizes": self.sizes, "classes_by_client": self.classes_by_client}
@@ -87,6 +92,14 @@ class Partition(Record, frozen=True, kw_only=True):
         known = {name: len(table) for name, table in tables.items() if table is not None}
         if self.clients is not None and set(known.values()) - {self.clients}:
             raise ValueError(f"it has {self.clients} clients, but {known}")
+        if self.sizes is not None and self.split_sizes is not None:
+            own = (
+                self.split_sizes
+                if self.holdout == "split"
+                else {"": self.split_sizes.get("train", [])}
+            )
+            if [sum(parts) for parts in zip(*own.values(), strict=True)] != self.sizes:
+                raise ValueError("split_sizes do not add up to sizes")
 
 
 class FederationRecord(Partition, frozen=True, kw_only=True):

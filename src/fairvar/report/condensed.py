@@ -31,9 +31,9 @@ from safetensors.numpy import save
 from fairvar.archive import condensed_history, load_tensors
 from fairvar.config import Config
 from fairvar.errors import IntegrityError, RunFailed
-from fairvar.experiment import StoredRun, stored_config
+from fairvar.experiment import StoredRun, check_same_data, stored_config
 from fairvar.files import MOST_ARCHIVE, digest, open_regular
-from fairvar.records import ArchiveList, EntryName, Model, SummaryManifest, agree
+from fairvar.records import ArchiveList, EntryName, Model, SummaryManifest, agree, check
 from fairvar.report.trial import Summary
 from fairvar.select import Curve
 from fairvar.store import (
@@ -77,14 +77,13 @@ class Condensed:
                 manifest = read_manifest(path, SummaryManifest) or {}
                 text = read_sealed(path, manifest, "config.toml")
                 config = stored_config(path / "config.toml", text)
-                passport = manifest["passport"]
                 agree(
                     f"the summary in {path}",
                     name=(path.name, _summary_name(text)),
                     method=(manifest["method"], config.method.label),
                     seed=(manifest["births"][0]["seed"], config.train.seed),
-                    clients=(passport.get("clients"), config.data.clients),
                 )
+                check_same_data(path, check(manifest, SummaryManifest).passport, config)
                 yield Condensed(path, config, manifest)
 
     def summary(self) -> Summary:
