@@ -130,7 +130,9 @@ def _check_tables(flat: Tables) -> None:
     (clients,) = flat["loss"].shape[1:]
     seen, evaluated = (_increasing(flat, name) for name in ("observed", "evaluated"))
     per_client = {"loss": seen, "weights": seen, "update_norm": evaluated}
-    shapes = {name: (rows, clients) for name, rows in per_client.items()}
+    shapes: dict[str, tuple[int, ...]] = {
+        name: (rows, clients) for name, rows in per_client.items()
+    }
     shapes |= {"ascended": (seen,), "gradient_variance": (evaluated,), "counters": (3,)}
     for name, table in flat.items():
         kind, _, rest = name.partition("/")

@@ -22,11 +22,10 @@ MOST_RECORD = 64 << 20  # a manifest, a federation's record or an archive's list
 MOST_TENSORS = 4 << 30  # a history, a state, a checkpoint or a file of weights
 MOST_ARCHIVE = 1 << 30  # runs.tar.xz
 _SMALL = 64 << 20  # larger files that are mostly holes take memory that nobody paid for
-_PIECE = 1 << 20
 
 
 class _Regular(io.FileIO):
-    """Ends where the file ended when it was opened: files in /proc hide their length."""
+    """Ends where the file ended when it was opened, however it grows."""
 
     length = 0
 
@@ -58,7 +57,8 @@ def open_regular(path: Path, most: int, *, at_once: int = 1 << 62, follow: bool 
         facts = os.fstat(handle)
         if stat.S_ISDIR(facts.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not stat.S_ISREG(facts.st_mode):
+        hides_its_length = stat.S_ISREG(facts.st_mode) and not facts.st_size and os.read(handle, 1)
+        if not stat.S_ISREG(facts.st_mode) or hides_its_length:  # those in /proc do
             raise OSError(errno.EINVAL, "it is no regular file")
         if facts.st_size > most:
             size = f"it has {facts.st_size} bytes, more than the {most} allowed"

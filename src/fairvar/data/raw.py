@@ -73,7 +73,7 @@ def unreadable(path: Path, error: OSError) -> FairvarError:
     if isinstance(error, FileNotFoundError):
         return IntegrityError(f"{path.name} is missing in {path.parent}")
     if error.errno == errno.EFBIG:
-        return refused(path, error.strerror)
+        return refused(path, str(error.strerror))
     return BadInput(f"cannot read {path}: {error.strerror or reason(error)}")
 
 
