@@ -23,6 +23,7 @@ from fairvar.data import DATASET_NAMES, Dirichlet, Partition
 from fairvar.engine.losses import LOSSES
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.errors import BadInput, suggestion, unknown
+from fairvar.files import MOST_TEXT, read_bytes
 from fairvar.methods import METHODS, FedAvg, Method
 from fairvar.models import MODELS
 from fairvar.select import Criterion
@@ -31,6 +32,7 @@ Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 # Where a run happens does not change what it is.
 NOT_IN_FINGERPRINT = ("name", "data.root", "model.weights", "train.device", "train.chunk",
                       "train.capture", "select")  # fmt: skip
+MOST_DOTS, MOST_LEVELS = 1000, 20  # in a line of TOML; of sections within sections
 # Keys that came later. With these values a run is what it was before, and keeps its name.
 SINCE_THEN = {"train.precision": "full"}
 
@@ -164,22 +166,44 @@ def _union(kinds: Mapping[str, type[Method]]) -> Any:
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return parse_toml(path.read_text(encoding="utf-8"), str(path))
+        return parse_toml(read_bytes(path, MOST_TEXT).decode(), str(path))
     except FileNotFoundError:
         raise BadInput(
             f"{path} does not exist; give a TOML file (see configs/quick.toml)"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} cannot be read as text: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise BadInput(f"{path} cannot be read as text: {reason}") from None
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(text)
+        return _loads(text)
     except RecursionError:
         raise BadInput(f"{where} is not valid TOML: it is nested too deeply") from None
     except ValueError as error:  # TOMLDecodeError, or a number of thousands of digits
         raise BadInput(f"{where} is not valid TOML: {error}") from None
+
+
+def _loads(text: str) -> dict[str, Any]:
+    """tomllib takes the square of the number of dots in a key."""
+    if any(line.count(".") > MOST_DOTS for line in text.splitlines()):
+        raise ValueError(f"a line has more than {MOST_DOTS} dots; use several lines")
+    values = tomllib.loads(text)
+    if _depth(values) > MOST_LEVELS:
+        raise RecursionError
+    return values
+
+
+def _depth(value: Any) -> int:
+    """How many sections and lists lie within each other, up to one more than are allowed."""
+    level, found = [value], 0
+    while level and found <= MOST_LEVELS:
+        parts = [
+            v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)
+        ]
+        level, found = [inner for part in parts for inner in part], found + bool(parts)
+    return found
 
 
 def merge_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -198,6 +222,8 @@ def merge_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
 def assign(values: dict[str, Any], key: str, value: Any) -> None:
     """Set what a dotted key names, making the sections on the way."""
     *path, last = key.split(".")
+    if len(path) > MOST_LEVELS:
+        raise BadInput(f"override {key[:80]}… has more than {MOST_LEVELS} levels")
     section = values
     for part in path:
         section = section.setdefault(part, {})
@@ -210,9 +236,11 @@ def assign(values: dict[str, Any], key: str, value: Any) -> None:
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"v = {text}")["v"]
+        return _loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         return text
+    except (ValueError, RecursionError):  # a number of thousands of digits, thousands of brackets
+        raise BadInput(f"override value {text[:40]}… is too long or nested too deeply") from None
 
 
 def _check_keys(values: Mapping[str, Any]) -> None:

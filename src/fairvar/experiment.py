@@ -26,7 +26,7 @@ from fairvar.archive import (
     unpack_history,
     unpack_state,
 )
-from fairvar.config import Config
+from fairvar.config import Config, parse_toml
 from fairvar.data import load_federation
 from fairvar.engine.state import DoesNotFit, State, no_state
 from fairvar.engine.train import Checkpoint, run_rounds
@@ -42,6 +42,7 @@ from fairvar.identity import (
     recorded_identity,
 )
 from fairvar.models import build, load_weights
+from fairvar.records import FederationRecord, Partition, RunManifest, agree, check
 from fairvar.store import (
     LOCKS,
     MANIFEST,
@@ -50,10 +51,10 @@ from fairvar.store import (
     is_complete,
     lock_of,
     no_link,
-    open_manifest,
     open_seal,
     read_checkpoints,
     read_manifest,
+    read_record,
     read_sealed,
     save_files,
     seal,
@@ -67,7 +68,6 @@ SCORES = ("mean", "variance_over_clients", "noise_floor", "corrected_variance",
 SECONDS_BETWEEN_CHECKPOINTS = 10.0
 TIME_FOR_CHECKPOINTS = 0.05  # at most this share of a computation
 RUN_FILES = ("config.toml", "history.safetensors", "state.safetensors")  # and the manifest
-NEEDED = ("rounds", "diverged_at", "passport", "birth")  # facts that readers of a run use
 T = TypeVar("T")
 
 
@@ -277,7 +277,7 @@ def run_files(
 def holds_run(files: Mapping[str, bytes], identity: Identity) -> bool:
     """Whether these are the files of this run, as `run_files` makes them."""
     try:
-        manifest = open_manifest(files[MANIFEST])
+        manifest = open_seal(files[MANIFEST], RunManifest)
         config = Config.from_toml(files["config.toml"].decode())
         found = recorded_identity(manifest, config)
     except (KeyError, ValueError, FairvarError):
@@ -312,12 +312,11 @@ def recorded_federation(run: StoredRun) -> dict[str, Any] | None:
         path = inside(run.folder.parent / "federations", f"{sha[:16]}.json")
     except IntegrityError as error:
         raise IntegrityError(f"the manifest of {run.folder} names a partition: {error}") from None
-    try:
-        return open_seal(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise IntegrityError(f"{path} is damaged: {error}; delete it") from None
+    found = read_record(path, FederationRecord, "delete it")
+    if found is not None:
+        facts, same = run.manifest["passport"], ("sha256", "clients", "sizes", "classes_by_client")
+        agree(path, **{fact: (found.get(fact), facts.get(fact)) for fact in same})
+    return found
 
 
 def _facts(config: Config, history: History, passport: Mapping[str, Any]) -> dict[str, Any]:
@@ -361,13 +360,16 @@ class StoredRun:
         manifest = read_manifest(folder)
         if manifest is None:
             raise IntegrityError(f"{folder} holds no finished run (it has no manifest)")
-        lacking = [fact for fact in NEEDED if fact not in manifest]
-        if lacking or not isinstance(manifest["passport"], dict):
-            raise IntegrityError(
-                f"the manifest of {folder} lacks {', '.join(lacking) or 'a passport'}"
-            )
-        text = read_sealed(folder, manifest, "config.toml").decode()
-        return StoredRun(folder, Config.from_toml(text), manifest)
+        text = read_sealed(folder, manifest, "config.toml")
+        config = stored_config(folder / "config.toml", text)
+        _check_same_run(folder, check(manifest, RunManifest), config)
+        run = StoredRun(folder, config, manifest)
+        agree(
+            f"the run in {folder}",
+            settings=(run.identity.settings, config.fingerprint),
+            data=(run.identity.data, manifest["passport"].get("dataset_sha256")),
+        )
+        return run
 
     @cached_property
     def identity(self) -> Identity:
@@ -378,16 +380,21 @@ class StoredRun:
 
     def history(self) -> History:
         state = self.state()
-        return self._read(
+        found = self._read(
             "history.safetensors",
             lambda content: unpack_history(content, state, self.config.method, self.manifest),
         )
+        _check_same_history(self, found)
+        return found
 
     def state(self) -> State:
         """The final state; that of a condensed run was not kept."""
         if self.manifest.get("condensed"):
             return no_state(int(self.manifest["rounds"]))
-        return self._read("state.safetensors", unpack_state)
+        state = self._read("state.safetensors", unpack_state)
+        if not 0 <= state.round <= self.config.train.rounds:
+            raise IntegrityError(f"{self.folder}: its state is of round {state.round}")
+        return state
 
     def _read(self, name: str, unpack: Callable[[bytes], T]) -> T:
         content = read_sealed(self.folder, self.manifest, name)
@@ -395,3 +402,64 @@ class StoredRun:
             return unpack(content)
         except IntegrityError as error:
             raise IntegrityError(f"{self.folder / name}: {error}") from None
+
+
+def stored_config(path: Path, content: bytes) -> Config:
+    """A configuration as it was stored: all its sections are there."""
+    try:
+        values = parse_toml(content.decode(), str(path))
+        lacking = [field for field in Config.__struct_fields__ if field not in values]
+        if lacking:
+            raise BadInput(f"it lacks {', '.join(lacking)}")
+        return Config.from_dict(values)
+    except ValueError as error:  # BadInput, too: a method may need its plugin
+        raise BadInput(f"{path} cannot be used: {error}") from None
+
+
+def _check_same_run(folder: Path, manifest: RunManifest, config: Config) -> None:
+    """The manifest is of this configuration."""
+    rounds = config.train.rounds
+    agree(
+        f"the run in {folder}",
+        fingerprint=(manifest.fingerprint, config.fingerprint),
+        name=(manifest.name, config.name),
+        method=(manifest.method, config.method.label),
+        protocol=(manifest.protocol, config.protocol),
+        starts_from=(manifest.starts_from, config.model.weights_sha256 or "scratch"),
+        seed=(manifest.birth.seed, config.train.seed),
+        rounds=(manifest.rounds, min(manifest.rounds, rounds)),
+        diverged_at=(manifest.diverged_at or 0, min(manifest.diverged_at or 0, rounds)),
+    )
+    check_same_data(folder, manifest.passport, config)
+
+
+def check_same_data(folder: Path, passport: Partition, config: Config) -> None:
+    """The partition is the one that the configuration asks for, as far as it was noted."""
+    asked = msgspec.to_builtins(config.partition)
+    pairs = {
+        "clients": (passport.clients, config.data.clients),
+        "dataset": (passport.dataset, config.data.name),
+        "seed of the partition": (passport.seed, config.data.seed),
+        "partition": (asked | (passport.partition or {}), asked),
+        "fraction": (passport.fraction, config.data.fraction),
+        "samples": (passport.samples, config.data.samples),
+    }
+    agree(folder, **{fact: pair for fact, pair in pairs.items() if pair[0] is not None})
+
+
+def _check_same_history(run: StoredRun, history: History) -> None:
+    """The history is of this run: as many clients, samples and rounds, and it is whole."""
+    facts, rounds = run.manifest, run.config.train.rounds
+    last = int(history.evaluated[-1]) if len(history.evaluated) else 0
+    diverged = facts["diverged_at"]  # the last evaluation is missing if the run diverged
+    whole = rounds if diverged is None else min(last, diverged, rounds - 1)
+    samples = {split: counts.tolist() for split, counts in history.samples.items()}
+    counters = (history.exchanges, history.bytes_down, history.bytes_up)
+    named = ("exchanges_per_client", "bytes_down_per_client", "bytes_up_per_client")
+    agree(
+        f"the history of the run in {run.folder}",
+        clients=(history.loss.shape[1], run.config.data.clients),
+        samples=(samples, facts["passport"].get("split_sizes") or samples),
+        last_round=(last, whole),
+        traffic=(counters, tuple(facts[name] for name in named)),
+    )

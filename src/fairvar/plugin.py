@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
 
 from fairvar.errors import BadInput
+from fairvar.files import MOST_CODE, read_bytes
 
 
 class PluginLoader(SourceFileLoader):
@@ -18,7 +20,7 @@ class PluginLoader(SourceFileLoader):
     source = b""
 
     def get_code(self, fullname: str) -> CodeType:
-        self.source = self.get_data(self.path)
+        self.source = read_bytes(Path(self.path), MOST_CODE)
         code: CodeType = self.source_to_code(self.source, self.path)
         return code
 
@@ -29,8 +31,23 @@ def load_plugin(path: Path | None) -> None:
         return
     loader = PluginLoader(path.stem, str(path))
     spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
-    if spec is None or path.suffix != ".py" or not path.is_file():
+    if spec is None or path.suffix != ".py":
         raise BadInput(f"plugin {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # where annotations written as strings are looked up
-    loader.exec_module(module)
+    try:
+        loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[path.stem]
+        raise BadInput(f"plugin {_place(path, error)}: {_line(error)}") from None
+
+
+def _place(path: Path, error: Exception) -> str:
+    """The file and, if it came that far, the line of it that failed."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+    return f"{path}, line {lines[-1]}" if lines else str(path)
+
+
+def _line(error: Exception) -> str:
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:200]}"

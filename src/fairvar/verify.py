@@ -9,11 +9,14 @@ of a network turn such rounding into another trajectory.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor
@@ -21,11 +24,11 @@ from torch import Tensor
 from fairvar import rng
 from fairvar.config import Config
 from fairvar.engine.train import run_rounds
-from fairvar.errors import BadInput
-from fairvar.experiment import StoredRun, federation_of, model_of
+from fairvar.errors import BadInput, IntegrityError
+from fairvar.experiment import StoredRun, federation_of, final_scores, model_of
 from fairvar.history import History
 from fairvar.identity import identity_of
-from fairvar.report.condensed import Condensed, unpacked
+from fairvar.report.condensed import ARCHIVE, LIST, Condensed, extract, unpacked, write_list
 from fairvar.report.gather import stored_runs
 from fairvar.store import verify
 
@@ -87,11 +90,33 @@ def check_files(folder: Path) -> int:
     runs = stored_runs(folder)
     for run in runs:
         verify(run.folder)
-        run.history()
+        _check_scores(run, run.history())
     summaries = list(Condensed.all_in(unpacked(folder)))
     for summary in summaries:
         summary.summary()
     return len(runs) + len(summaries)
+
+
+def _check_scores(run: StoredRun, history: History) -> None:
+    """The numbers in the manifest are those of the history."""
+    found, told = final_scores(history), run.manifest["result"]
+    flat = [(key, name) for key in found for name in found[key]]
+    pairs = [(found[key][name], told.get(key, {}).get(name)) for key, name in flat]
+    if found.keys() != told.keys() or not all(
+        np.isclose(a, b, rtol=1e-6, atol=1e-12, equal_nan=True) for a, b in pairs
+    ):
+        raise IntegrityError(f"the manifest of {run.folder} tells other results than its history")
+
+
+def seal_archive(folder: Path) -> tuple[Path, int]:
+    """Write the list of contents beside an archive from before there were such lists, after
+    checking all that it holds; the list, and the number of runs and summaries."""
+    if os.path.lexists(folder / LIST):
+        raise BadInput(f"{folder / LIST} is there already; it is never overwritten")
+    with tempfile.TemporaryDirectory(prefix="fairvar-") as place:
+        contents = extract(folder / ARCHIVE, Path(place))
+        checked = check_files(Path(place))
+    return write_list(folder, *contents), checked
 
 
 def draw(runs: Sequence[StoredRun], number: int, seed: int) -> list[StoredRun]:

@@ -22,11 +22,12 @@ from fairvar.experiment import Interrupted, Watch, missing, run_cell, run_folder
 from fairvar.groups import arrange, run_group
 from fairvar.identity import checkpoint_key, identity_of
 from fairvar.plan import Plan
+from fairvar.records import RunManifest
 from fairvar.store import (
     MANIFEST,
     SLOTS,
     inside,
-    open_manifest,
+    open_seal,
     pack_files,
     read_checkpoints,
     save_files,
@@ -262,7 +263,7 @@ def test_a_journal_from_elsewhere_writes_nothing_outside(name, calm, tmp_path):
     packed = {}
     for n in names:
         files = {f: (calm / n / f).read_bytes() for f in (*KEPT, MANIFEST)}
-        facts = open_manifest(files[MANIFEST])
+        facts = open_seal(files[MANIFEST], RunManifest)
         facts["sha256"] = {**facts["sha256"], name: "0" * 64}
         packed[n] = pack_files({**files, name: b"x", MANIFEST: seal(facts)})
     write_hashed(groups._home(cells, out) / groups.FINISHED, pack_files(packed))

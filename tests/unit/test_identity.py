@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -348,9 +349,10 @@ def test_copies_of_a_run_are_no_seeds(two_seeds, tmp_path):
 def test_a_copy_with_other_results_is_refused(two_seeds, tmp_path):
     folder = Path(shutil.copytree(two_seeds, tmp_path / "runs"))
     first, second = (run.folder for run in stored_runs(folder))
-    shutil.copytree(second, folder / "copy")
-    record = json.loads((first / MANIFEST).read_text())["identity"]
-    reseal(folder / "copy", identity=record)
+    copy = Path(shutil.copytree(first, folder / "copy"))
+    shutil.copy(second / "history.safetensors", copy)
+    sums = {f.name: sha256(f.read_bytes()).hexdigest() for f in copy.iterdir()}
+    reseal(copy, sha256={name: sums[name] for name in sums if name != MANIFEST})
     with pytest.raises(IntegrityError, match=r"different results") as error:
         gather(folder)
     assert first.name in str(error.value)

@@ -22,8 +22,11 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from fairvar.data.raw import Layout, Raw, reason
+from fairvar.data.raw import Layout, Raw, reason, unreadable
+from fairvar.files import digest, open_regular, read_bytes, walk
 
+MOST_BYTES = 64 << 30
+MOST_NOTE = 1 << 10  # a remembered checksum
 VERSION = "1"  # of the decoding: raised when the same files would give other arrays
 # A file may be written again within one tick of its clock, with the same time (FAT's are 2 s long).
 SETTLED = 2.0
@@ -69,7 +72,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def file_digest(path: Path, kind: str = "sha256") -> str:
-    with path.open("rb") as file:
+    with open_regular(path, MOST_BYTES) as file:
         return hashlib.file_digest(file, kind).hexdigest()
 
 
@@ -96,15 +99,18 @@ def _say(line: str) -> None:
 
 def _identity(name: str, paths: Sequence[Path]) -> str | None:
     """Of an archive its content, of a folder the stamps of its files; None while these are new."""
-    digest = hashlib.sha256(f"{VERSION} {name}".encode())
+    found = hashlib.sha256(f"{VERSION} {name}".encode())
     for path in paths:
-        if path.is_file():
-            digest.update(file_digest(path).encode())
-        stamps = _stamps(path) if path.is_dir() else []
+        try:
+            if path.is_file():
+                found.update(file_digest(path).encode())
+            stamps = _stamps(path) if path.is_dir() else []
+        except OSError as error:
+            raise unreadable(path, error) from None
         if not _are_settled(stamps):
             return None
-        digest.update(b"".join(map(_line, stamps)))
-    return digest.hexdigest()
+        found.update(b"".join(map(_line, stamps)))
+    return found.hexdigest()
 
 
 def remembered_sha256(name: str, paths: Sequence[Path], compute: Callable[[], str]) -> str:
@@ -114,10 +120,10 @@ def remembered_sha256(name: str, paths: Sequence[Path], compute: Callable[[], st
     except OSError:
         return compute()  # which says what is missing
     settled = _are_settled(stamps)
-    digest = hashlib.sha256(f"{VERSION} {name}".encode())
-    digest.update(b"".join(os.fsencode(path.absolute()) + b"\n" for path in paths))
-    digest.update(b"".join(map(_line, stamps)))
-    key = digest.hexdigest()
+    summed = hashlib.sha256(f"{VERSION} {name}".encode())
+    summed.update(b"".join(os.fsencode(path.absolute()) + b"\n" for path in paths))
+    summed.update(b"".join(map(_line, stamps)))
+    key = summed.hexdigest()
     file = cache_dir() / "sha256" / key[:32]
     if settled and (known := _recall(file, key)):
         return known
@@ -130,7 +136,7 @@ def remembered_sha256(name: str, paths: Sequence[Path], compute: Callable[[], st
 
 def _recall(file: Path, key: str) -> str | None:
     try:
-        found, check = file.read_text(encoding="ascii").split()
+        found, check = read_bytes(file, MOST_NOTE).decode("ascii").split()
     except (OSError, ValueError):
         return None
     return found if check == _check(key, found) else None
@@ -153,13 +159,8 @@ def _stamps(path: Path) -> list[Stamp]:
     """Of a file, or of all files below a folder, in a fixed order."""
     if not path.is_dir():
         return [_stamp(path, path.name)]
-    found = []
-    for base, folders, names in os.walk(path):
-        links = [name for name in folders if os.path.islink(os.path.join(base, name))]
-        for name in (*names, *links):
-            file = Path(base, name)
-            found.append(_stamp(file, os.path.relpath(file, path)))
-    return sorted(found)
+    files = [Path(e.path) for e in walk(path) if not e.is_dir(follow_symlinks=False)]
+    return sorted(_stamp(file, os.path.relpath(file, path)) for file in files)
 
 
 def _stamp(path: Path, name: str) -> Stamp:
@@ -184,14 +185,13 @@ def _load(file: Path) -> Raw | None:
     if not file.is_file():
         return None
     try:
-        wanted = _sum_file(file).read_text(encoding="ascii").split()[0]
-        with file.open("rb") as stream:
-            if hashlib.file_digest(stream, "sha256").hexdigest() != wanted:
+        wanted = read_bytes(_sum_file(file), 1000).decode("ascii").split()[0]
+        with open_regular(file, MOST_BYTES) as stream:
+            if digest(stream) != wanted:
                 raise ValueError("its checksum is wrong")
-            stream.seek(0)
             with np.load(stream, allow_pickle=False) as arrays:
                 train, classes = arrays["numbers"].tolist()
                 return Raw(arrays["x"], arrays["y"], train, classes, note=str(arrays["note"]))
-    except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile) as error:
         _say(f"{file.name} in the cache is damaged ({reason(error)}); decoding the images again")
         return None
