@@ -63,7 +63,7 @@ def test_locks_that_die_with_a_worker_block_nobody(children, short, tmp_path):
     plugin.write_text(LOCKS_DIE.format(mark=str(tmp_path / "mark")))
     command = ("sweep", short / "plan.toml", "--out", out, "--save-every", "3", "--no-batch")
     pid = children.start(*command, "--workers", "2", "--plugin", plugin)
-    end = children.wait(pid, seconds=40)
+    end = children.wait(pid)
     children.kill(pid, whole=True)
     assert end.code == 0, end
     assert (tmp_path / "mark").exists()

@@ -24,7 +24,8 @@ def main(arguments: list[str] | None = None) -> None:
             _run(arguments)
         except BaseException as error:
             # An interrupted import or callback may end in any error.
-            end = _Failure("interrupted", INTERRUPTED) if command.interrupted else error
+            asked = command.interrupted or isinstance(error, KeyboardInterrupt)
+            end = _Failure("interrupted", INTERRUPTED) if asked else error
             if not isinstance(end, _Failure):
                 raise
             message, code = end.args
