@@ -50,8 +50,12 @@ class Row:
 def kills(seed: int, count: int, folder: Path, part: str) -> Iterator[Row]:
     """Signals at random moments, checkpoints damaged in between: the same bytes."""
     import kills as campaign
+    from nursery import nursery
 
-    found = campaign.campaign(part, seed, -(-count // len(campaign.MODES)), folder)
+    (folder / "words").mkdir()
+    with nursery(folder / "words") as children:
+        each = -(-count // len(campaign.MODES))
+        found = campaign.campaign(part, seed, each, folder, children)
     sent = ", ".join(f"{name[3:]} {times}" for name, times in sorted(found.signals.items()))
     note = f"{found.damaged} checkpoints damaged, {found.compared} sweeps compared; {sent}"
     yield Row("kills", part, found.tried, found.wrong, found.slowest, note=note)

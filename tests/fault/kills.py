@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nursery import End, Nursery, ends, nursery, sweep_bytes, workers_of, write_plan
+from nursery import End, Nursery, ends, sweep_bytes, workers_of, write_plan
 
 GRID = "lr = [0.05, 0.2]\n"
 ROUNDS = 40
@@ -45,26 +45,25 @@ class Kills:
     slowest: float = 0.0  # seconds from a signal to the end of all processes
 
 
-def campaign(mode: str, seed: int, count: int, folder: Path) -> Kills:
+def campaign(mode: str, seed: int, count: int, folder: Path, children: Nursery) -> Kills:
     """At least `count` signals on sweeps of one kind, in a folder of its own."""
     found, draw = Kills(mode), random.Random(f"{mode} {seed}")
     plan = write_plan(folder, ROUNDS, GRID)
-    (folder / "words").mkdir()
-    with nursery(folder / "words") as children:
-        alone = () if mode != "single" else MODES[mode]
-        calm = children.run("sweep", plan, "--out", folder / "calm", *alone)
-        assert calm.code == 0, calm.err
-        right, number = sweep_bytes(folder / "calm"), 0
-        while found.tried < count and len(found.wrong) < 10:
-            out = folder / f"out-{number}"
-            arguments = ("sweep", plan, "--out", out, "--save-every", "5", *MODES[mode])
-            disturb(children, arguments, out, calm.seconds, draw, found, count)
-            end = children.run(*arguments)
-            if end.code != 0 or sweep_bytes(out) != right:
-                found.wrong.append(f"folder {number}: other bytes, or {end.code}: {end.err[-300:]}")
-            found.compared += 1
-            shutil.rmtree(out)
-            number += 1
+    plain = tuple(option for option in MODES[mode] if option == "--no-batch")
+    assert children.run("sweep", plan, "--out", folder / "plain", *plain).code == 0
+    right = sweep_bytes(folder / "plain")
+    seconds, number = 0.0, 0  # the first sweep is left alone, to see how long it takes
+    while found.tried < count and len(found.wrong) < 10:
+        out = folder / f"out-{number}"
+        arguments = ("sweep", plan, "--out", out, "--save-every", "5", *MODES[mode])
+        if number > 0:
+            disturb(children, arguments, out, seconds, draw, found, count)
+        end = children.run(*arguments)
+        if end.code != 0 or sweep_bytes(out) != right:
+            found.wrong.append(f"folder {number}: other bytes, or {end.code}: {end.err[-300:]}")
+        found.compared += 1
+        seconds, number = seconds or end.seconds, number + 1
+        shutil.rmtree(out)
     return found
 
 
@@ -78,10 +77,9 @@ def disturb(
     count: int,
 ) -> None:
     """Signals at one folder, until its sweep is complete or has had enough of them."""
-    start = 4.0 if "--workers" in arguments else 0.0  # they import torch first
     for _ in range(KILLS_PER_FOLDER):
         pid = children.start(*arguments)
-        time.sleep(draw.uniform(0.0, start + 0.4 * seconds))
+        time.sleep(seconds * draw.uniform(0.0, 0.7))
         sent = send(children, pid, draw)
         asked = time.monotonic()
         end = children.wait(pid, seconds=MOST_SECONDS)
