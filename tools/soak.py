@@ -123,7 +123,8 @@ def _runs(folder: Path) -> Path:
     from fairvar.plan import Plan
     from fairvar.sweep import run_sweep
 
-    plan = Plan.load(write_plan(folder, 9), ["data.name=digits", "sweep.seeds=2"])
+    digits = ("data.name=digits", "partition.name=dirichlet", "partition.alpha=1.0")
+    plan = Plan.load(write_plan(folder, 9), digits)
     run_sweep(plan.cells, folder / "out", lambda done, total, what: None)
     return folder / "out"
 
