@@ -1,34 +1,32 @@
 """fairvar: fair federated learning. Train models whose quality is even across clients."""
 
-from fairvar import metrics, objectives, theory
+# ruff: noqa: F405
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from fairvar._version import __version__
-from fairvar.data import (
-    IID,
-    Dataset,
-    Dirichlet,
-    Natural,
-    Shards,
-    build_federation,
-    load_federation,
-)  # fmt: skip
-from fairvar.engine.state import State
-from fairvar.engine.train import train
-from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
-from fairvar.federation import Federation
-from fairvar.history import History
-from fairvar.methods import (
-    AFL,
-    METHODS,
-    QFFL,
-    AAggFF,
-    FairGrad,
-    FairLoss,
-    FedAvg,
-    Method,
-    register,
-)  # fmt: skip
-from fairvar.metrics import Fairness, fairness
-from fairvar.models import MODELS, check_model
+
+if TYPE_CHECKING:
+    from fairvar.api import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Importing torch takes seconds, in which a command could not be interrupted cleanly: it is
+        imported with the first name that needs it."""
+        if name in __all__:
+            api = import_module("fairvar.api")
+            globals().update({known: getattr(api, known) for known in __all__})
+            return globals()[name]
+        try:
+            return import_module(f"fairvar.{name}")
+        except ModuleNotFoundError:
+            raise AttributeError(f"module 'fairvar' has no attribute {name!r}") from None
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "AFL", "IID", "METHODS", "MODELS", "QFFL", "AAggFF", "BadInput", "Dataset", "Dirichlet",

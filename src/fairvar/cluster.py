@@ -13,9 +13,10 @@ from typing import Any
 
 from fairvar.config import Config
 from fairvar.errors import BadInput
-from fairvar.experiment import Watch, missing
+from fairvar.experiment import Interrupted, Watch, missing
 from fairvar.groups import arrange, parts_to_do, run_group
 from fairvar.progress import Report
+from fairvar.signals import stop_signals
 from fairvar.store import LOCKS, MANIFEST, save_files
 
 
@@ -42,15 +43,18 @@ def run_on_ray(
     todo = [part for group in arrange(cells, batch) for part in parts_to_do(group, out)]
     ray.init(address=address, log_to_driver=False)
     try:
-        task = ray.remote(max_retries=3)(compute_files)
-        pending = [task.remote([cell.to_toml() for cell in part]) for part in todo]
-        while pending:
-            ready, _ = ray.wait(pending, num_returns=1, timeout=5.0)
-            for reference in ready:
-                pending.remove(reference)
-                save_new(out, ray.get(reference))
-            done = len(cells) - len(missing(cells, out))
-            report(done, len(cells), f"runs, on Ray at {address}")
+        with stop_signals() as asked:  # after ray.init, which takes SIGTERM
+            task = ray.remote(max_retries=3)(compute_files)
+            pending = [task.remote([cell.to_toml() for cell in part]) for part in todo]
+            while pending:
+                if asked():
+                    raise Interrupted("interrupted; the same command continues")
+                ready, _ = ray.wait(pending, num_returns=1, timeout=1.0)
+                for reference in ready:
+                    pending.remove(reference)
+                    save_new(out, ray.get(reference))
+                done = len(cells) - len(missing(cells, out))
+                report(done, len(cells), f"runs, on Ray at {address}")
     finally:
         ray.shutdown()
 

@@ -9,29 +9,46 @@ from __future__ import annotations
 import os
 import sys
 
-from cyclopts import CycloptsError
-
-# They register their commands.
-from fairvar.cli import data, experiments, facts, flower, results  # noqa: F401
-from fairvar.cli.common import app
 from fairvar.errors import FairvarError
+from fairvar.signals import INTERRUPTED, command_signals
+
+
+class _Failure(Exception):
+    """How a command ends: (one line, exit code)."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: errors become one line and an exit code."""
+    with command_signals() as command:
+        try:
+            _run(arguments)
+        except BaseException as error:
+            # An interrupted import or callback may end in any error.
+            asked = command.interrupted or isinstance(error, KeyboardInterrupt)
+            end = _Failure("interrupted", INTERRUPTED) if asked else error
+            if not isinstance(end, _Failure):
+                raise
+            message, code = end.args
+            command.end(message)
+            sys.exit(code)
+
+
+def _run(arguments: list[str] | None) -> None:
+    # Here, since it takes a while and signals are heard by now.
+    from cyclopts import CycloptsError
+
+    from fairvar.cli.commands import app
+
     try:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
         _fail(" ".join(str(error).split()), 2)
     except FairvarError as error:
         _fail(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
     except BrokenPipeError:
         # The reader went away (`fairvar theory | head`); keep Python from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, code: int) -> None:
-    print(f"fairvar: {message}", file=sys.stderr)
-    sys.exit(code)
+    raise _Failure(message, code) from None
