@@ -1,39 +1,27 @@
-"""fairvar: fair federated learning. Train models whose quality is even across clients."""
+"""fairvar: fair federated learning. Train models whose quality is even across clients.
 
-from fairvar import metrics, objectives, theory
-from fairvar._version import __version__
-from fairvar.data import (
-    IID,
-    Dataset,
-    Dirichlet,
-    Natural,
-    Shards,
-    build_federation,
-    load_federation,
-)  # fmt: skip
-from fairvar.engine.state import State
-from fairvar.engine.train import train
-from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
-from fairvar.federation import Federation
-from fairvar.history import History
-from fairvar.methods import (
-    AFL,
-    METHODS,
-    QFFL,
-    AAggFF,
-    FairGrad,
-    FairLoss,
-    FedAvg,
-    Method,
-    register,
-)  # fmt: skip
-from fairvar.metrics import Fairness, fairness
-from fairvar.models import MODELS, check_model
+The public names are those of `fairvar.api`. They are imported when the first of them is used, so
+that the command line answers `--help` and Ctrl-C before torch is loaded.
+"""
 
-__all__ = [
-    "AFL", "IID", "METHODS", "MODELS", "QFFL", "AAggFF", "BadInput", "Dataset", "Dirichlet",
-    "FairGrad", "FairLoss", "Fairness", "FairvarError", "FedAvg", "Federation", "History",
-    "IntegrityError", "Method", "Natural", "RunFailed", "Shards", "State", "__version__",
-    "build_federation", "check_model", "fairness", "load_federation", "metrics", "objectives",
-    "register", "theory", "train",
-]  # fmt: skip
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fairvar.api import *  # noqa: F403
+    from fairvar.api import __all__ as __all__
+
+
+def __getattr__(name: str) -> Any:
+    if name != "__all__" and name.startswith("_") and name != "__version__":
+        raise AttributeError(f"module 'fairvar' has no attribute {name!r}")
+    api = import_module("fairvar.api")
+    if name == "__all__" or name in api.__all__:
+        return getattr(api, name)
+    if name in globals():  # a part of the package that is loaded by now, such as fairvar.data
+        return globals()[name]
+    raise AttributeError(f"module 'fairvar' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *import_module("fairvar.api").__all__})

@@ -4,18 +4,44 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 
-from fairvar.errors import BadInput
+from fairvar.errors import BadInput, FairvarError
+
+LOADED: set[Path] = set()  # so that an error in one of them can be told from an error in fairvar
 
 
 def load_plugin(path: Path | None) -> None:
     """Run a file that registers methods. It is code: load only what you would run yourself."""
     if path is None:
         return
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    from fairvar.methods import METHODS
+
+    # A name of its own: a plugin called json.py must not take the place of that module.
+    name = f"fairvar_plugin_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise BadInput(f"plugin {path} is not a Python file")
+    LOADED.add(Path(spec.origin or path))
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # where annotations written as strings are looked up
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # where annotations written as strings are looked up
+    try:
+        spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except FairvarError as error:
+        raise BadInput(f"plugin {path}: {error}") from error
+    except BaseException as error:  # its code may raise anything, SystemExit too
+        raise BadInput(f"plugin {path} cannot be loaded: {_what(error)}") from error
+    if not any(kind.__module__ == name for kind in METHODS.values()):
+        raise BadInput(f"plugin {path} registers no method; put @fairvar.register above its class")
+
+
+def _what(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename) in LOADED]
+    where = f"line {lines[-1]}: " if lines else ""
+    return f"{where}{type(error).__name__}: {error}"

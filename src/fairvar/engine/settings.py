@@ -10,6 +10,9 @@ from fairvar.checked import Checked, Count, Positive, Share
 from fairvar.errors import BadInput
 
 
+Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+
+
 class TrainSettings(Checked, frozen=True, kw_only=True):
     """How much work a round is, and where it runs. See `fairvar.train` for the meaning of each."""
 
@@ -30,7 +33,7 @@ class TrainSettings(Checked, frozen=True, kw_only=True):
     engine: Literal["auto", "reference", "pooled", "blocked", "vmapped", "linear"] = "auto"
     chunk: Count | None = None
     capture: bool | None = None  # record rounds and repeat them: by default on CUDA where possible
-    threads: Count = 1  # per run; the last bits may depend on it. Several runs at once fill a CPU
+    threads: Threads = 1  # per run; the last bits may depend on it. Several runs at once fill a CPU
 
     def check(self) -> None:
         if self.local_epochs is not None and self.local_steps != 1:
