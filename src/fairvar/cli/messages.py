@@ -36,7 +36,9 @@ def told(error: BaseException) -> tuple[str, int]:
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     """The error and those it was raised for: an import that was interrupted may fail otherwise."""
-    while error is not None:
+    seen: set[int] = set()  # an error may have been raised from one that it caused
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
 
@@ -60,7 +62,8 @@ def _usage(error: CycloptsError) -> str:
         return f"`{command}` needs a value after {keyword}; {more}" if given else (
             f"`{command}` needs {name}; {more}")  # fmt: skip
     if isinstance(error, ValidationError) and error.argument is not None:
-        return f"{error.argument.name}: {error.exception_message}"
+        text = error.exception_message.rstrip(".")
+        return f"{error.argument.name} = {error.argument.value}: {text[:1].lower()}{text[1:]}"
     error.verbose = False
     return f"{str(error).rstrip('.')}; {more}"
 
