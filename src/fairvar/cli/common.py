@@ -6,13 +6,13 @@ import json as jsonlib
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter, Token
 from cyclopts.validators import Number
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions
 from rich.segment import Segment
 
 from fairvar._version import __version__
@@ -102,7 +102,7 @@ class _Plain:
     def __init__(self, thing: Any) -> None:
         self.thing = thing
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         for text, style, control in console.render(self.thing, options):
             lines = "\n".join(map(plain, text.split("\n")))
             yield Segment(lines, style, control)
