@@ -1,4 +1,4 @@
-"""The public names of fairvar, as `import fairvar` shows them."""
+"""What `import fairvar` offers. It is read when the first of these names is used."""
 
 from fairvar import metrics, objectives, theory
 from fairvar._version import __version__

@@ -13,9 +13,10 @@ from typing import Any
 
 from fairvar.config import Config
 from fairvar.errors import BadInput
-from fairvar.experiment import Watch, missing
+from fairvar.experiment import Interrupted, Watch, missing
 from fairvar.groups import arrange, run_group
 from fairvar.progress import Report
+from fairvar.signals import stop_signals
 from fairvar.store import save_files
 
 
@@ -36,15 +37,18 @@ def run_on_ray(
     todo = [group for group in arrange(cells, batch) if missing(group, out)]
     ray.init(address=address, log_to_driver=False)
     try:
-        task = ray.remote(max_retries=3)(compute_files)
-        pending = [task.remote([cell.to_toml() for cell in missing(g, out)]) for g in todo]
-        while pending:
-            ready, _ = ray.wait(pending, num_returns=1, timeout=5.0)
-            for reference in ready:
-                pending.remove(reference)
-                save_files(out, ray.get(reference))
-            done = len(cells) - len(missing(cells, out))
-            report(done, len(cells), f"runs, on Ray at {address}")
+        with stop_signals() as asked:  # after ray.init, which takes SIGTERM
+            task = ray.remote(max_retries=3)(compute_files)
+            pending = [task.remote([cell.to_toml() for cell in missing(g, out)]) for g in todo]
+            while pending:
+                if asked():
+                    raise Interrupted("interrupted; the same command continues")
+                ready, _ = ray.wait(pending, num_returns=1, timeout=1.0)
+                for reference in ready:
+                    pending.remove(reference)
+                    save_files(out, ray.get(reference))
+                done = len(cells) - len(missing(cells, out))
+                report(done, len(cells), f"runs, on Ray at {address}")
     finally:
         ray.shutdown()
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, reduce
 from operator import or_
 from pathlib import Path
@@ -32,9 +32,9 @@ Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 # Where a run happens does not change what it is.
 NOT_IN_FINGERPRINT = ("name", "data.root", "model.weights", "train.device", "train.chunk",
                       "train.capture", "select")  # fmt: skip
+MOST_DOTS, MOST_LEVELS = 1000, 20  # in a line of TOML; of sections within sections
 # Keys that came later. With these values a run is what it was before, and keeps its name.
 SINCE_THEN = {"train.precision": "full"}
-DEEPEST = 20  # sections and lists within each other
 EXAMPLE = "`fairvar example > quick.toml` writes one to start from"
 
 
@@ -173,26 +173,32 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
     try:
-        values = tomllib.loads(text)
+        return _loads(text)
     except RecursionError:
         raise BadInput(f"{where} is not valid TOML: it is nested too deeply") from None
     except ValueError as error:  # TOMLDecodeError, or a number of thousands of digits
         raise BadInput(f"{where} is not valid TOML: {error}") from None
-    if depth(values) > DEEPEST:
-        raise BadInput(f"{where} is nested too deeply; {DEEPEST} levels are enough")
+
+
+def _loads(text: str) -> dict[str, Any]:
+    """tomllib takes the square of the number of dots in a key."""
+    if any(line.count(".") > MOST_DOTS for line in text.splitlines()):
+        raise ValueError(f"a line has more than {MOST_DOTS} dots; use several lines")
+    values = tomllib.loads(text)
+    if _depth(values) > MOST_LEVELS:
+        raise RecursionError
     return values
 
 
-def depth(value: Any) -> int:
-    """Levels of sections and lists within each other; by a loop, since they may be thousands."""
-    levels, inner = 0, [value]
-    while inner:
-        levels += 1
-        groups: list[Iterable[Any]] = [
-            v.values() if isinstance(v, dict) else v for v in inner if isinstance(v, dict | list)
+def _depth(value: Any) -> int:
+    """How many sections and lists lie within each other, up to one more than are allowed."""
+    level, found = [value], 0
+    while level and found <= MOST_LEVELS:
+        parts = [
+            v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)
         ]
-        inner = [each for group in groups for each in group]
-    return levels
+        level, found = [inner for part in parts for inner in part], found + bool(parts)
+    return found
 
 
 def merge_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -204,15 +210,15 @@ def merge_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
         key, sign, right = text.partition("=")
         if not sign or not key.strip():
             raise BadInput(f"override {shown(text)} must look like train.lr=0.1")
-        assign(values, key.strip(), _value(key.strip(), right.strip()))
+        assign(values, key.strip(), _value(right.strip()))
     return values
 
 
 def assign(values: dict[str, Any], key: str, value: Any) -> None:
     """Set what a dotted key names, making the sections on the way."""
     *path, last = key.split(".")
-    if len(path) > DEEPEST:
-        raise BadInput(f"override {shown(key)}: it is nested too deeply")
+    if len(path) > MOST_LEVELS:
+        raise BadInput(f"override {key[:80]}… has more than {MOST_LEVELS} levels")
     section = values
     for part in path:
         section = section.setdefault(part, {})
@@ -223,16 +229,13 @@ def assign(values: dict[str, Any], key: str, value: Any) -> None:
     section[last] = value
 
 
-def _value(key: str, text: str) -> Any:
+def _value(text: str) -> Any:
     try:
-        found = tomllib.loads(f"v = {text}")
+        return _loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         return text
-    except (ValueError, RecursionError):  # a number of thousands of digits, deep nesting
-        raise BadInput(f"override {shown(key)}: {shown(text)} is too long or too deep") from None
-    if depth(found) > DEEPEST:
-        raise BadInput(f"override {shown(key)}: {shown(text)} is nested too deeply")
-    return found["v"] if len(found) == 1 else text
+    except (ValueError, RecursionError):  # a number of thousands of digits, thousands of brackets
+        raise BadInput(f"override value {text[:40]}… is too long or nested too deeply") from None
 
 
 def _check_keys(values: Mapping[str, Any]) -> None:

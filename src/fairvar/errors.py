@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 LONGEST = 80  # characters of a value that a message repeats
+PLUGIN = "fairvar_plugin_"  # how names of modules from --plugin begin
+_NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "bad allocation")
 # What moves the cursor, changes colours or the direction of reading, or cannot be encoded.
 _CONTROL = re.compile(
     "[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
@@ -35,6 +39,12 @@ class IntegrityError(FairvarError):
     """A file is not what was written: wrong checksum, missing part, unknown format."""
 
     exit_code = 4
+
+
+class InternalError(FairvarError):
+    """Something that fairvar did not foresee: a defect of fairvar."""
+
+    exit_code = 1
 
 
 def suggestion(name: object, known: Iterable[str]) -> str:
@@ -72,18 +82,39 @@ def one_line(text: str) -> str:
     return line if len(line) <= 1200 else f"{line[:800]} … {line[-300:]}"
 
 
-def failure_of_machine(error: BaseException) -> RunFailed | None:
-    """The error for memory or disk that ran out, whoever noticed; None for everything else."""
-    text = str(error)
-    memory = ("not enough memory", "can't allocate memory", "out of memory", "Cannot allocate")
-    if isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(part in text for part in memory)
-    ):
-        return RunFailed(
-            f"out of memory ({text.strip() or 'no more was given'}); use a smaller model, "
-            "fewer clients at a time (train.chunk) or fewer --workers"
-        )
+def explained(error: BaseException) -> FairvarError:
+    """The error to tell a user for whatever ended a computation."""
+    if os.environ.get("FAIRVAR_TRACEBACK"):
+        traceback.print_exception(error)
+    if isinstance(error, FairvarError):
+        return error
+    what = f"{type(error).__name__}: {error}"
+    if isinstance(error, RecursionError):
+        return BadInput(f"something in the input is nested too deeply ({what})")
     if isinstance(error, OSError):
         where = "" if error.filename is None else f" {error.filename}"
         return RunFailed(f"cannot read or write{where}: {error.strerror or error}")
-    return None
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(part in str(error) for part in _NO_MEMORY)
+    ):
+        return RunFailed(
+            f"out of memory ({what}); use fewer samples, a smaller model, fewer clients at a time "
+            "(train.chunk) or fewer --workers"
+        )
+    where, in_plugin = _place(error)
+    if in_plugin:
+        return RunFailed(f"{where}: {what}")
+    return InternalError(f"internal error in {where}: {what}; please report it "
+                         "(FAIRVAR_TRACEBACK=1 shows more)")  # fmt: skip
+
+
+def _place(error: BaseException) -> tuple[str, bool]:
+    """Where an error comes from, and whether that is a plugin: the innermost line of one, or else
+    of fairvar."""
+    found, in_plugin = "another library", False
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = str(frame.f_globals.get("__name__"))
+        plugin = module.startswith(PLUGIN)
+        if plugin or (module.startswith("fairvar") and not in_plugin):
+            found, in_plugin = f"{frame.f_code.co_filename if plugin else module}:{line}", plugin
+    return found, in_plugin

@@ -7,9 +7,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from fairvar.errors import BadInput, FairvarError
-
-LOADED: set[Path] = set()  # so that an error in one of them can be told from an error in fairvar
+from fairvar.errors import PLUGIN, BadInput, FairvarError
 
 
 def load_plugin(path: Path | None) -> None:
@@ -19,11 +17,10 @@ def load_plugin(path: Path | None) -> None:
     from fairvar.methods import METHODS
 
     # A name of its own: a plugin called json.py must not take the place of that module.
-    name = f"fairvar_plugin_{path.stem}"
+    name = PLUGIN + path.stem
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise BadInput(f"plugin {path} is not a Python file")
-    LOADED.add(Path(spec.origin or path))
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where annotations written as strings are looked up
     try:
@@ -41,7 +38,7 @@ def load_plugin(path: Path | None) -> None:
 def _what(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: {error.msg}"
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename) in LOADED]
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for at, line in frames if str(at.f_globals.get("__name__")).startswith(PLUGIN)]
     where = f"line {lines[-1]}: " if lines else ""
     return f"{where}{type(error).__name__}: {error}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -49,6 +49,8 @@ def _lines(title: str) -> Report:
         last = now
         spent = now - started
         left = f", about {spent / done * (total - done):.0f} s left" if 0 < done < total else ""
-        print(f"{title}: {done}/{total} ({plain(what)}) after {spent:.0f} s{left}", file=sys.stderr)
+        line = f"{title}: {done}/{total} ({plain(what)}) after {spent:.0f} s{left}"
+        with suppress(OSError):  # whoever read this has gone; the computation goes on
+            print(line, file=sys.stderr)
 
     return report

@@ -8,17 +8,12 @@ work on one folder, and killing any of them loses at most the rounds since its l
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
-import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -27,22 +22,13 @@ import torch
 from fairvar.config import Config
 from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.train import run_rounds
-from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
-from fairvar.experiment import (
-    Interrupted,
-    Watch,
-    federation_of,
-    missing,
-    model_of,
-    run_folder,
-)
-from fairvar.groups import Group, arrange, kind, run_group, tidy
-from fairvar.plugin import load_plugin
+from fairvar.errors import BadInput
+from fairvar.experiment import Interrupted, federation_of, missing, model_of, run_folder
+from fairvar.groups import Group, arrange, kind, tidy
 from fairvar.progress import Report
-from fairvar.store import is_complete
+from fairvar.signals import stop_signals
+from fairvar.workers import Plain, Pulse, Task, run_workers, work
 
-MOST_RESTARTS = 3
-Plain = dict[str, dict[str, Any]]  # a group's cells as plain values, by the names of their folders
 UNITS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 
 
@@ -79,64 +65,6 @@ def shard(cells: Sequence[Config], part: int, parts: int, batch: bool = True) ->
     return [cell for group in arrange(cells, batch)[part::parts] for cell in group]
 
 
-def work(
-    groups: Iterable[Group],
-    out: Path,
-    stopping: Callable[[], bool],
-    save_every: int | None,
-    pulse: Pulse,
-) -> None:
-    """One worker: compute what nobody else computes."""
-    for group in groups:
-        if stopping():
-            raise Interrupted("stopped between two runs; the same command continues")
-        progress = partial(pulse.beat, len(missing(group, out)))
-        run_group(group, out, Watch(progress, stopping, save_every))
-        pulse.rest()
-
-
-class Pulse:
-    """What a worker has done, as three numbers that its parent can read: rounds since it started,
-    rounds behind and in all of what is under way. A round of ten runs that train together is ten.
-    """
-
-    def __init__(self, numbers: Any, worker: int, after: Callable[[], None]) -> None:
-        self.numbers, self.place, self.after, self.last = numbers, 3 * worker, after, 0
-
-    def beat(self, runs: int, done: int, total: int) -> None:
-        new = done - self.last if self.last else 1  # a run that continues starts anywhere
-        self.last = done
-        self._write(self.numbers[self.place] + runs * new, runs * done, runs * total)
-        self.after()
-
-    def rest(self) -> None:
-        self.last = 0
-        self._write(self.numbers[self.place], 0, 0)
-
-    def _write(self, *three: int) -> None:
-        for i, number in enumerate(three):
-            self.numbers[self.place + i] = number
-
-
-@contextmanager
-def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM become a question that the round loop asks, so that it can save first."""
-    asked = False
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def run_sweep(
     cells: Sequence[Config],
     out: Path,
@@ -162,16 +90,19 @@ def run_sweep(
             spent = spent or (deadline is not None and time.monotonic() > deadline)
             return spent or asked()
 
-        meter = Meter(cells, out, report, workers)
+        meter = Meter(cells, out, report, workers, asked)
         try:
             todo = groups_to_do(cells, out, batch)
             if workers == 1:
                 work(todo, out, stopping, save_every, Pulse(meter.numbers, 0, meter.show))
-            else:
-                _run_workers(todo, out, stopping, save_every, workers, meter, plugin)
+            elif todo:
+                stop = multiprocessing.get_context("spawn").RawValue("b", 0)
+                task = Task(_plain(todo, out), out, meter.numbers, stop, save_every, plugin)
+                run_workers(task, min(workers, len(todo)), stopping, meter.show)
         except Interrupted:
-            if asked():
-                raise Interrupted("interrupted; the same command continues") from None
+            pass
+        if asked():
+            raise Interrupted("interrupted; the same command continues")
         tidy(out)
         meter.show(force=True)
         left = len(missing(cells, out))
@@ -186,11 +117,23 @@ def groups_to_do(cells: Sequence[Config], out: Path, batch: bool) -> list[Group]
     return [group for group in arrange(cells, batch) if missing(group, out)]
 
 
+def _plain(groups: Sequence[Group], out: Path) -> list[Plain]:
+    """For other processes."""
+    return [{run_folder(cell, out).name: cell.to_dict() for cell in group} for group in groups]
+
+
 class Meter:
     """Runs that are finished, rounds per second and what is under way, shown now and then."""
 
-    def __init__(self, cells: Sequence[Config], out: Path, report: Report, workers: int) -> None:
-        self.cells, self.out, self.report = cells, out, report
+    def __init__(
+        self,
+        cells: Sequence[Config],
+        out: Path,
+        report: Report,
+        workers: int,
+        asked: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.cells, self.out, self.report, self.asked = cells, out, report, asked
         self.started, self.shown = time.monotonic(), 0.0
         self.numbers = multiprocessing.get_context("spawn").RawArray("q", 3 * workers)
 
@@ -202,112 +145,8 @@ class Meter:
             rate = f"{rounds / max(now - self.started, 1e-9):.3g} rounds/s"
             under_way = f", {behind / total:.0%} of those under way" if total else ""
             done = len(self.cells) - len(missing(self.cells, self.out))
-            self.report(done, len(self.cells), f"runs, {rate}{under_way}")
-
-
-def _run_workers(
-    groups: Sequence[Group],
-    out: Path,
-    stopping: Callable[[], bool],
-    save_every: int | None,
-    workers: int,
-    meter: Meter,
-    plugin: Path | None,
-) -> None:
-    """Spawned processes that all walk the same list; one that dies is started again."""
-    context = multiprocessing.get_context("spawn")
-    stop, errors = context.Event(), context.SimpleQueue()
-    restarts = 0
-    plain: list[Plain] = [
-        {run_folder(cell, out).name: cell.to_dict() for cell in group} for group in groups
-    ]
-
-    def start(number: int) -> Any:
-        # Each starts at another place, so that they rarely ask for the same lock.
-        order = [*range(number, len(plain), workers), *range(len(plain))]
-        told = (number, plain, order, out, stop, meter.numbers, errors, save_every, os.getpid(),
-                plugin)  # fmt: skip
-        process = context.Process(target=_worker, args=told)
-        process.start()
-        return process
-
-    running = [start(number) for number in range(min(workers, len(groups)))]
-    while running:
-        time.sleep(0.2)
-        if stopping():
-            stop.set()
-        meter.show()
-        for place, process in enumerate(running):
-            if process.exitcode not in (None, 0) and not stop.is_set():
-                restarts += 1
-                if process.exitcode > 0 or restarts > MOST_RESTARTS:
-                    stop.set()
-                    raise _failure(process.exitcode, errors)
-                running[place] = start(place)
-        running = [p for p in running if p.exitcode is None]
-    if stop.is_set():
-        raise Interrupted("stopped")
-
-
-def _failure(code: int, errors: Any) -> FairvarError:
-    """A worker's own error as if it had happened here, or that it just ended."""
-    if errors.empty():
-        text = f"a worker ended with exit code {code}; the cells that are finished are kept"
-        return RunFailed(text)
-    kinds = {kind.exit_code: kind for kind in (BadInput, IntegrityError)}
-    return kinds.get(code, RunFailed)(errors.get())
-
-
-def _worker(
-    number: int,
-    groups: Sequence[Plain],
-    order: Sequence[int],
-    out: Path,
-    stop: Any,
-    numbers: Any,
-    errors: Any,
-    save_every: int | None,
-    parent: int,
-    plugin: Path | None,
-) -> None:
-    """A process of its own. Signals go to the parent, which sets `stop`, or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def stopping() -> bool:
-        return bool(stop.is_set()) or os.getppid() != parent
-
-    try:
-        load_plugin(plugin)
-        first = Config.from_dict(next(iter(groups[0].values())))
-        _take_device(number, first.train.device)
-        todo = (_cells(groups[place]) for place in order if not _is_done(groups[place], out))
-        work(todo, out, stopping, save_every, Pulse(numbers, number, lambda: None))
-    except Interrupted:
-        return
-    except FairvarError as error:
-        errors.put(str(error))
-        raise SystemExit(error.exit_code) from None
-
-
-def _is_done(group: Plain, out: Path) -> bool:
-    return all(is_complete(out / name) for name in group)
-
-
-def _cells(group: Plain) -> Group:
-    return tuple(Config.from_dict(cell) for cell in group.values())
-
-
-def device_for(worker: int, device: str, count: int) -> str:
-    """Workers take turns over the GPUs where the configuration says just "cuda"."""
-    return f"cuda:{worker % count}" if device == "cuda" and count > 1 else device
-
-
-def _take_device(worker: int, device: str) -> None:
-    """From here on, "cuda" is this worker's GPU. The configuration still says "cuda": where a run
-    happened stands in its birth certificate only."""
-    mine = device_for(worker, device, torch.cuda.device_count())
-    if mine != device:
-        torch.cuda.set_device(mine)
+            stop = "; stops after this round, at once if you ask again" if self.asked() else ""
+            self.report(done, len(self.cells), f"runs, {rate}{under_way}{stop}")
 
 
 def crowding(workers: int, threads: int, device: str, cores: int) -> str | None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,6 +126,43 @@ def visible(out: Path) -> list[Path]:
     return [p for p in found if not p.name.startswith(".")]
 
 
+def wait_until(there: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def workers_of(session: int) -> list[int]:
+    found = []
+    for number in members(session):
+        with suppress(OSError):
+            if b"spawn_main" in Path(f"/proc/{number}/cmdline").read_bytes():
+                found.append(number)
+    return found
+
+
+def ends(session: int, seconds: float = 60.0) -> bool:
+    """Whether all processes of a session end by themselves."""
+    deadline = time.monotonic() + seconds
+    while members(session) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not members(session)
+
+
+def members(session: int) -> list[int]:
+    """Processes that are left of a session, from the process table."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # ended meanwhile
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(path.parent.name))
+    return found
+
+
 def _die_in_save(doomed: str, step: str) -> None:
     """Die at once, as in a power cut, inside one step of writing one file."""
     from fairvar import store
@@ -210,6 +247,9 @@ def _child(arguments: Sequence[str], fault: Mapping[str, Any], words: Path) -> N
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{words}.{name}", os.O_WRONLY | os.O_CREAT), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a job in the background ignores
+        standard = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, standard)
     from fairvar import cli
 
     if "file" in fault:

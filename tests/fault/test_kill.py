@@ -6,12 +6,22 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from nursery import KEPT, PLAN, End, Nursery, run_folders, sweep_bytes, visible, write_plan
+from nursery import (
+    KEPT,
+    PLAN,
+    End,
+    Nursery,
+    ends,
+    run_folders,
+    sweep_bytes,
+    visible,
+    wait_until,
+    workers_of,
+    write_plan,
+)  # fmt: skip
 
 from fairvar.report.gather import gather
 from fairvar.report.render import render
@@ -91,13 +101,6 @@ def progress(out: Path) -> dict[Path, int]:
     return {p: p.stat().st_mtime_ns for p in visible(out)}
 
 
-def wait_until(there: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
 def test_workers_end_when_their_parent_was_killed_early(children, calm, tmp_path):
     """Killed while its workers still import: they must not compute the sweep as orphans."""
@@ -109,36 +112,6 @@ def test_workers_end_when_their_parent_was_killed_early(children, calm, tmp_path
     assert children.wait(pid).code == -9
     assert ends(pid)
     assert not list(out.glob("*/manifest.json"))
-
-
-def workers_of(session: int) -> list[int]:
-    found = []
-    for number in members(session):
-        with suppress(OSError):
-            if b"spawn_main" in Path(f"/proc/{number}/cmdline").read_bytes():
-                found.append(number)
-    return found
-
-
-def ends(session: int, seconds: float = 60.0) -> bool:
-    """Whether all processes of a session end by themselves."""
-    deadline = time.monotonic() + seconds
-    while members(session) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not members(session)
-
-
-def members(session: int) -> list[int]:
-    """Processes that are left of a session, from the process table."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # ended meanwhile
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(path.parent.name))
-    return found
 
 
 @pytest.mark.slow

@@ -8,42 +8,49 @@ inside fairvar, 2 bad input (one line on stderr, nothing written), 3 run failed,
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
+
+from fairvar.signals import INTERRUPTED, command_signals, handled
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: errors become one line and an exit code."""
     _prepare_streams()
-    try:
-        with _interrupt_ends_at_once():
-            command = _parsed(sys.argv[1:] if arguments is None else list(arguments))
-        command()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _drop_output()  # the reader went away, as in `fairvar theory | head`
-    except BaseException as error:
-        if isinstance(error, SystemExit):
+    with command_signals() as command:
+        try:
+            with handled(_leave):
+                work = _parsed(sys.argv[1:] if arguments is None else list(arguments))
+            work()
+            sys.stdout.flush()
+        except SystemExit:
             raise
-        if os.environ.get("FAIRVAR_TRACEBACK"):
-            import traceback
+        except BrokenPipeError:
+            _drop_output()  # the reader went away, as in `fairvar theory | head`
+        except BaseException as error:
+            # An interrupted import or callback may end in any error.
+            message, code = ("interrupted", INTERRUPTED) if command.interrupted else _told(error)
+            command.end(message)
+            _flush_or_drop_output()
+            sys.exit(code)
 
-            traceback.print_exception(error)
-        _fail(error)
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """While modules are imported nothing has begun, and an exception in the middle of an import
+    may be lost or leave half a module: so the command ends at once."""
+    os.write(2, b"fairvar: interrupted\n")
+    os._exit(INTERRUPTED)
 
 
 def _parsed(arguments: list[str]) -> Callable[[], Any]:
     """The command that the arguments name, with its values; what it needs is imported."""
     from importlib import import_module
 
-    from fairvar.cli.common import app, check_arguments
+    from fairvar.cli.commands import app
+    from fairvar.cli.common import check_arguments
 
-    for name in ("data", "experiments", "facts", "flower", "results"):
-        import_module(f"fairvar.cli.{name}")  # they register their commands
     check_arguments(arguments)
     command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
     if command.__module__.startswith("fairvar"):
@@ -61,23 +68,11 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-@contextmanager
-def _interrupt_ends_at_once() -> Iterator[None]:
-    """While modules are imported nothing has begun, and an exception in the middle of an import
-    may be lost or leave half a module."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        os.write(2, b"fairvar: interrupted\n")
-        os._exit(130)
-
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield  # somebody else's, or not the main thread's business
-        return
-    signal.signal(signal.SIGINT, leave)
+def _flush_or_drop_output() -> None:
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.stdout.flush()
+    except OSError:  # a full disk
+        _drop_output()
 
 
 def _drop_output() -> None:
@@ -85,14 +80,14 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _fail(error: BaseException) -> None:
-    from fairvar.cli.messages import told
-    from fairvar.errors import one_line
+def _told(error: BaseException) -> tuple[str, int]:
+    from fairvar.cli.messages import usage
+    from fairvar.errors import explained, one_line
 
-    message, code = told(error)
-    print(f"fairvar: {one_line(message)}", file=sys.stderr)
-    try:
-        sys.stdout.flush()
-    except OSError:  # it was this that failed: a full disk
-        _drop_output()
-    sys.exit(code)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", INTERRUPTED
+    message = usage(error)
+    if message is not None:
+        return one_line(message), 2
+    found = explained(error)
+    return one_line(str(found)), found.exit_code

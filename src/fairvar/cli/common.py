@@ -27,6 +27,7 @@ app = App(
     name="fairvar",
     version=__version__,
     help="Fair federated learning: train models whose quality is even across clients.",
+    suppress_keyboard_interrupt=False,  # `fairvar.cli.main` says one line
 )
 Json = Annotated[bool, Parameter(negative="")]
 Out = Annotated[Path, Parameter(help="folder for the files that are written")]

@@ -95,8 +95,8 @@ def run(
     from fairvar.plugin import load_plugin
     from fairvar.progress import progress
     from fairvar.report.show import run_table
+    from fairvar.signals import stop_signals
     from fairvar.store import check_writable, verify
-    from fairvar.sweep import stop_signals
 
     load_plugin(plugin)
     settings = Config.load(config, overrides)

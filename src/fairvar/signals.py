@@ -1,0 +1,125 @@
+"""Ctrl-C, SIGTERM and SIGHUP: the first asks a computation to save and stop, the second ends the
+command at once, whatever it is doing.
+
+This module imports the standard library only: a command hears signals before torch is imported.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
+STOP_SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
+INTERRUPTED = 130  # exit code
+SHOW_CURSOR = "\r\x1b[K\x1b[?25h"  # a progress bar hides it
+
+
+class Command:
+    """One command of the command line and what became of its signals."""
+
+    def __init__(self) -> None:
+        self.interrupted = False  # a KeyboardInterrupt was raised
+        self.ending = self.told = False
+        self._telling = threading.Lock()
+
+    def end(self, message: str) -> None:
+        """Say why: one line on stderr, once, even if two threads are ending the command."""
+        self.ending = True
+        free = self._telling.acquire(timeout=1.0)  # the other may be blocked by a full pipe
+        if free and not self.told:
+            self.told = True
+            with suppress(OSError):  # the terminal may be gone
+                print(f"fairvar: {message}", file=sys.stderr, flush=True)
+        if free:
+            self._telling.release()
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        if not self.interrupted and not self.ending:  # later signals are for `end_at_second`
+            self.interrupted = True
+            raise KeyboardInterrupt
+
+    def end_at_second(self, arriving: int) -> None:
+        """A thread: Python's handlers wait for the main thread, which may be in a long product, in
+        the import of a library or in a lock. The numbers of all signals come through this pipe."""
+        count = 0
+        while numbers := os.read(arriving, 1):
+            count += numbers[0] in STOP_SIGNALS
+            if count == 2:
+                for worker in multiprocessing.active_children():
+                    worker.kill()
+                if sys.stderr.isatty():
+                    os.write(sys.stderr.fileno(), SHOW_CURSOR.encode())
+                self.end("interrupted at once")
+                os._exit(INTERRUPTED)
+        os.close(arriving)
+
+
+@contextmanager
+def command_signals() -> Iterator[Command]:
+    """Around a whole command: the first signal is a KeyboardInterrupt (or what `stop_signals` makes
+    of it), the second kills the workers and ends the process."""
+    command = Command()
+    if threading.current_thread() is not threading.main_thread():
+        yield command
+        return
+    arriving, sending = os.pipe()
+    os.set_blocking(sending, False)
+    threading.Thread(target=command.end_at_second, args=(arriving,), daemon=True).start()
+    before = signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
+    try:
+        with handled(command.interrupt):
+            yield command
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(sending)
+
+
+@contextmanager
+def stop_signals() -> Iterator[Callable[[], bool]]:
+    """The first signal becomes a question that the round loop asks, so that it can save first."""
+    asked = False
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    with handled(ask):
+        yield lambda: asked
+
+
+@contextmanager
+def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Take these signals, but for those that are ignored (nohup) or not Python's. Only the main
+    thread can."""
+    main = threading.current_thread() is threading.main_thread()
+    free = [s for s in STOP_SIGNALS if signal.getsignal(s) not in (signal.SIG_IGN, None)]
+    before = {s: signal.signal(s, handler) for s in free} if main else {}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Processes that are started here get these signals only after `let_through`: a terminal sends
+    Ctrl-C to all of them, and they need seconds to start."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def let_through() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
