@@ -14,7 +14,7 @@ from fairvar.errors import shown, suggestion
 
 
 def usage(error: BaseException) -> str | None:
-    """cyclopts' messages, where they do not say what to do, in other words; None for other errors."""
+    """cyclopts' messages, in other words where they do not say what to do; None for others."""
     if not isinstance(error, CycloptsError):
         return None
     command = " ".join(["fairvar", *(error.command_chain or ())])
