@@ -61,7 +61,7 @@ def tested(python: Path, tests: list[str]) -> tuple[str, str]:
     """(torch's own version, the last line of pytest)."""
     ask = [str(python), "-c", "import torch; print(torch.__version__)"]
     version = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow"]
     done = subprocess.run(
         [*command, *tests], cwd=ROOT, capture_output=True, text=True, check=False,
         env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
@@ -95,7 +95,7 @@ def main() -> None:
     if not asked.keep and asked.folder is None:
         shutil.rmtree(folder, ignore_errors=True)
     print(*(f"{a:<10} {b:<16} {c}  ({d})" for a, b, c, d in rows), sep="\n")
-    if not all(re.search(r"\d+ passed", r[2]) and "failed" not in r[2] for r in rows):
+    if not all("passed" in row[2] and "failed" not in row[2] for row in rows):
         sys.exit(1)
 
 
