@@ -260,7 +260,7 @@ def test_devices_that_cannot_compute(device: str) -> None:
 
 
 def test_choices_inside_a_list_are_listed() -> None:
-    with pytest.raises(fv.BadInput, match="did you mean 'valid'[?] known are test, train, valid"):
+    with pytest.raises(fv.BadInput, match=r"did you mean 'valid'[?] known are test, train, valid"):
         EvaluateSettings(splits=("valdi",))
 
 

@@ -14,7 +14,8 @@ from torch.autograd import forward_ad
 def jvp(function: Callable[..., Any], primals: Any, tangents: Any) -> tuple[Any, Any]:
     """`torch.func.jvp`."""
     _load()
-    return torch.func.jvp(function, primals, tangents)
+    value, tangent = torch.func.jvp(function, primals, tangents)[:2]
+    return value, tangent
 
 
 @cache
