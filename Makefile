@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test deploy fast check bench soak clean
+.PHONY: help demo test deploy fast check bench soak versions clean
 help:
 	@echo "make demo   set up and run all methods on embedded data (about a minute)"
 	@echo "make test   set up and run all tests, deployments on Flower too"
@@ -14,6 +14,7 @@ help:
 	@echo "make check  format, lint, types"
 	@echo "make bench  speed against a plain client loop, as ratios"
 	@echo "make soak   kills, damaged files, forgeries, hostile replies (about 20 minutes)"
+	@echo "make versions  the quick tests on the oldest, the pinned and the newest torch (12 GB, an hour)"
 
 # torch first and alone, pinned: only this spelling is sure to take the CPU build where one lies on
 # disk, and later requirements find it installed.
@@ -49,6 +50,10 @@ bench: $(READY)
 SEED ?= 0
 soak: $(READY)
 	$(BIN)/python tools/soak.py --seed $(SEED) --json soak.json
+
+# Environments of their own, beside .venv; `python tools/versions.py --help` for single versions.
+versions: $(READY)
+	$(BIN)/python tools/versions.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -42,7 +42,7 @@ def _entry(name: str, method: Method) -> dict[str, Any]:
         "sums_suffice": method.sums_suffice,
         "curvature": method.uses_curvature,
         "options": _options(type(method)),
-        "equation": (type(method).__doc__ or "").strip().splitlines()[0],
+        "equation": (type(method).__doc__ or "").strip().partition("\n")[0],
     }
 
 

@@ -6,12 +6,13 @@ msgspec checks types and bounds only when it converts; a struct built in Python 
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import msgspec
 
-from fairvar.errors import BadInput, suggestion
+from fairvar.errors import BadInput, plain, shown, suggestion
 
 # inf passes "greater than zero", so every number has an upper bound too.
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
@@ -33,9 +34,7 @@ class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 value = msgspec.convert(value, kind)
             except msgspec.ValidationError as error:
                 where = f"{self.__where__ or type(self).__name__}.{name}"
-                choices = map(str, get_args(kind)) if get_origin(kind) is Literal else None
-                reason = suggestion(value, choices) if choices else _plain(error)
-                raise BadInput(f"{where} = {value!r}: {reason}") from None
+                raise BadInput(f"{where} = {shown(value)}: {reason(error, kind)}") from None
             msgspec.structs.force_setattr(self, name, value)
         self.check()
 
@@ -48,9 +47,36 @@ def _field_types(kind: type[Checked]) -> list[tuple[str, Any]]:
     return [(field.name, field.type) for field in msgspec.structs.fields(kind)]
 
 
-def _plain(error: msgspec.ValidationError) -> str:
-    """msgspec's sentence in words a reader of the manual would use."""
+WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "true or false",
+         "array": "a list", "object": "a section", "null": "nothing"}  # fmt: skip
+
+
+def reason(error: msgspec.ValidationError, kind: Any) -> str:
+    """msgspec's sentence in words a reader of the manual would use; `kind`: of the field."""
     text = str(error).split(" - at ")[0]
-    for old, new in (("Expected `", "must be `"), ("`", "")):
-        text = text.replace(old, new)
+    if text.startswith("Invalid enum value"):
+        return suggestion(text.split(maxsplit=3)[-1].strip("'"), map(str, literals(kind)))
+    text = text.replace("Object missing required field", "needs").replace("Expected ", "must be ")
+    text = re.sub(r"\.0\b", "", text.replace(", got ", ", not "))
+    for old, new in WORDS.items():
+        text = re.sub(rf"(`|\| ){old}\b", rf"\1{new}", text)
+    text = text.replace(" | ", " or ").replace("`", "")
     return text[0].lower() + text[1:]
+
+
+def literals(kind: Any) -> list[Any]:
+    """The values that a field with a fixed list of them can have, wherever they stand in it."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [value for inner in get_args(kind) for value in literals(inner)]
+
+
+def check_component(where: str, name: str) -> None:
+    """Refuse a name that is not one part of a path: it becomes a folder."""
+    if not name or name in (".", "..") or len(name.encode(errors="replace")) > 100:
+        raise BadInput(f"{where} = {shown(name)}: must be a name of 1 to 100 characters")
+    if any(c in name for c in "/\\:") or plain(name) != name:
+        raise BadInput(
+            f"{where} = {shown(name)}: must be one name without / \\ : and control characters, "
+            "since it becomes a folder"
+        )

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, reduce
 from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
 import tomli_w
 
-from fairvar.checked import Checked, Count, Fraction, Share
+from fairvar.checked import Checked, Count, Fraction, Share, check_component, reason
 from fairvar.data import DATASET_NAMES, Dirichlet, Partition
 from fairvar.engine.losses import LOSSES
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
-from fairvar.errors import BadInput, suggestion, unknown
+from fairvar.errors import BadInput, plain, shown, suggestion, unknown
 from fairvar.files import MOST_TEXT, read_bytes
 from fairvar.methods import METHODS, FedAvg, Method
 from fairvar.models import MODELS
@@ -35,6 +36,7 @@ NOT_IN_FINGERPRINT = ("name", "data.root", "model.weights", "train.device", "tra
 MOST_DOTS, MOST_LEVELS = 1000, 20  # in a line of TOML; of sections within sections
 # Keys that came later. With these values a run is what it was before, and keeps its name.
 SINCE_THEN = {"train.precision": "full"}
+EXAMPLE = "`fairvar example > quick.toml` writes one to start from"
 
 
 class DataConfig(Checked, frozen=True, kw_only=True):
@@ -92,6 +94,9 @@ class Config(Checked, frozen=True, kw_only=True):
     evaluate: EvaluateSettings = EvaluateSettings()
     select: Criterion = Criterion()
 
+    def check(self) -> None:
+        check_component("name", self.name)  # `fairvar sweep` writes into runs/NAME
+
     @staticmethod
     def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
         """Read a TOML file, apply `key=value` overrides, check everything."""
@@ -113,11 +118,11 @@ class Config(Checked, frozen=True, kw_only=True):
         try:
             method = msgspec.convert(values.get("method", {"name": "fedavg"}), _union(METHODS))
         except msgspec.ValidationError as error:
-            raise _located(error, "method") from None
+            raise located(error, values["method"], "method") from None
         try:
             return msgspec.convert({**values, "method": method}, Config)
         except msgspec.ValidationError as error:
-            raise _located(error) from None
+            raise located(error, values) from None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values with all defaults filled in; None, which TOML lacks, left out."""
@@ -168,12 +173,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return parse_toml(read_bytes(path, MOST_TEXT).decode(), str(path))
     except FileNotFoundError:
-        raise BadInput(
-            f"{path} does not exist; give a TOML file (see configs/quick.toml)"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise BadInput(f"{path} cannot be read as text: {reason}") from None
+        raise BadInput(f"{path} does not exist; give a TOML file: {EXAMPLE}") from None
+    except (OSError, ValueError) as error:  # no UTF-8, or a path with a NUL byte
+        why = getattr(error, "strerror", None) or error
+        raise BadInput(f"{path} cannot be read as text: {why}; give a TOML file") from None
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
@@ -213,8 +216,8 @@ def merge_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
     """
     for text in overrides:
         key, sign, right = text.partition("=")
-        if not sign or not key:
-            raise BadInput(f"override {text!r} must look like train.lr=0.1")
+        if not sign or not key.strip():
+            raise BadInput(f"override {shown(text)} must look like train.lr=0.1")
         assign(values, key.strip(), _value(right.strip()))
     return values
 
@@ -252,7 +255,7 @@ def _check_keys(values: Mapping[str, Any]) -> None:
     for name in ("data", "model", "train", "evaluate", "select"):
         section = values.get(name, {})
         if not isinstance(section, Mapping):
-            raise BadInput(f"{name} = {section!r} must be a section: write [{name}]")
+            raise BadInput(f"{name} = {shown(section)} must be a section: write [{name}]")
         refuse_unknown(section, _fields(sections[name]), name)
 
 
@@ -280,36 +283,44 @@ def refuse_unknown(section: Mapping[str, Any], known: Mapping[str, Any], where: 
     for key in section:
         if key not in known:
             dotted = f"{where}.{key}" if where else key
-            shown = dotted if dotted.isprintable() else repr(dotted)
-            raise BadInput(f"unknown key {shown}: {suggestion(key, known)}")
+            text = dotted if plain(dotted) == dotted and len(dotted) < 80 else shown(dotted)
+            raise BadInput(f"unknown key {text}: {_elsewhere(key, where)}{suggestion(key, known)}")
 
 
-def _located(error: msgspec.ValidationError, prefix: str = "") -> BadInput:
-    """msgspec's message with the path of the key in front; our own messages name it already."""
+def _elsewhere(key: str, where: str) -> str:
+    """A hint at the sections that do have the key."""
+    method = "sweep.method.NAME" if where == "sweep" else "method"
+    homes: list[tuple[str, Any]] = [(name, kind) for name, kind in _fields(Config).items()]
+    homes += [(method, kind) for kind in METHODS.values()]
+    homes += [("partition", kind) for kind in get_args(Partition)]
+    checked = [(name, kind) for name, kind in homes if isinstance(kind, type(Checked))]
+    places = dict.fromkeys(f"{name}.{key}" for name, kind in checked if key in _fields(kind))
+    if where == "sweep" and key in ("q", "lambda", "gamma"):
+        places = {"sweep.strength": None}
+    return f"did you mean {' or '.join(places)}? " if places else ""
+
+
+def located(error: msgspec.ValidationError, values: Any, prefix: str = "") -> BadInput:
+    """msgspec's message with the key and its value in front; our own messages name it already."""
     if isinstance(error.__cause__, BadInput):
         return error.__cause__
-    text, _, path = str(error).partition(" - at `$")
-    where = (prefix + path.rstrip("`")).lstrip(".")
-    if text.startswith("Invalid enum value"):
-        return BadInput(
-            f"{where} = {text.split()[-1]}: {suggestion(text.split()[-1], _choices(where))}"
-        )
-    text = text.replace("Expected `", "must be `").replace("Object missing required field", "needs")
-    return BadInput(f"{where}: {text.replace('`', '')}")
+    path = str(error).rpartition(" - at `$")[2].rstrip("`") if " - at `$" in str(error) else ""
+    for name, number in re.findall(r"\.([^.\[\]]+)|\[(\d+)\]", path):
+        try:
+            values = values[name or int(number)]
+        except (KeyError, IndexError, TypeError):
+            break
+    where = (prefix + path).lstrip(".")
+    text = "" if isinstance(values, Mapping) else f" = {shown(values)}"
+    return BadInput(f"{where}{text}: {reason(error, _kind(where))}")
 
 
-def _choices(where: str) -> list[str]:
-    """The values that a key with a fixed list of them can have."""
+def _kind(where: str) -> Any:
+    """The type of the field that a dotted path names, if it has a fixed list of values."""
     kinds = [Config, *METHODS.values(), *get_args(Partition), *_fields(Config).values()]
     key = where.rsplit(".", 1)[-1].split("[")[0]
     fields = [_fields(k) for k in kinds if isinstance(k, type) and issubclass(k, Checked)]
-    return [str(c) for f in fields if key in f for c in _literals(f[key])]
-
-
-def _literals(kind: Any) -> list[Any]:
-    if get_origin(kind) is Literal:
-        return list(get_args(kind))
-    return [value for inner in get_args(kind) for value in _literals(inner)]
+    return reduce(or_, [f[key] for f in fields if key in f], None)
 
 
 def _without_none(value: Any) -> Any:

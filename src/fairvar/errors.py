@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+LONGEST = 80  # characters of a value that a message repeats
+PLUGIN = "fairvar_plugin_"  # how names of modules from --plugin begin
+_NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "bad allocation")
+# What moves the cursor, changes colours or the direction of reading, or cannot be encoded.
+_CONTROL = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
+)
 
 
 class FairvarError(Exception):
@@ -30,14 +41,80 @@ class IntegrityError(FairvarError):
     exit_code = 4
 
 
+class InternalError(FairvarError):
+    """Something that fairvar did not foresee: a defect of fairvar."""
+
+    exit_code = 1
+
+
 def suggestion(name: object, known: Iterable[str]) -> str:
     """The nearest known name, and all of them."""
     names = sorted(known)
-    near = get_close_matches(str(name), names, n=1, cutoff=0.5)
+    text = str(name)[:LONGEST]
+    near = get_close_matches(text, names, n=1, cutoff=0.6)
+    near = near or [each for each in names if text and each.startswith(text)]
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{hint}known are {', '.join(names)}"
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> BadInput:
     """The error for a name that is not in a list."""
-    return BadInput(f"unknown {kind} {name!r}: {suggestion(name, known)}")
+    return BadInput(f"unknown {kind} {shown(name)}: {suggestion(name, known)}")
+
+
+def shown(value: object) -> str:
+    """A value as messages repeat it: short, whatever it is."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, deep nesting
+        return f"<a large {type(value).__name__}>"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
+
+
+def plain(text: str) -> str:
+    """Control characters as escapes: a name from a file must not command the terminal."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text: str) -> str:
+    """A message of any origin as one printable line; of a very long one, beginning and end."""
+    line = plain(" ".join(text.split()))
+    return line if len(line) <= 1200 else f"{line[:800]} … {line[-300:]}"
+
+
+def explained(error: BaseException) -> FairvarError:
+    """The error to tell a user for whatever ended a computation."""
+    if os.environ.get("FAIRVAR_TRACEBACK"):
+        traceback.print_exception(error)
+    if isinstance(error, FairvarError):
+        return error
+    what = f"{type(error).__name__}: {error}"
+    if isinstance(error, RecursionError):
+        return BadInput(f"something in the input is nested too deeply ({what})")
+    if isinstance(error, OSError):
+        where = "" if error.filename is None else f" {error.filename}"
+        return RunFailed(f"cannot read or write{where}: {error.strerror or error}")
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(part in str(error) for part in _NO_MEMORY)
+    ):
+        return RunFailed(
+            f"out of memory ({what}); use fewer samples, a smaller model, fewer clients at a time "
+            "(train.chunk) or fewer --workers"
+        )
+    where, in_plugin = _place(error)
+    if in_plugin:
+        return RunFailed(f"{where}: {what}")
+    return InternalError(f"internal error in {where}: {what}; please report it "
+                         "(FAIRVAR_TRACEBACK=1 shows more)")  # fmt: skip
+
+
+def _place(error: BaseException) -> tuple[str, bool]:
+    """Where an error comes from, and whether that is a plugin: the innermost line of one, or else
+    of fairvar."""
+    found, in_plugin = "another library", False
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = str(frame.f_globals.get("__name__"))
+        plugin = module.startswith(PLUGIN)
+        if plugin or (module.startswith("fairvar") and not in_plugin):
+            found, in_plugin = f"{frame.f_code.co_filename if plugin else module}:{line}", plugin
+    return found, in_plugin

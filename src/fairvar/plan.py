@@ -11,6 +11,7 @@ import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -18,14 +19,15 @@ import msgspec
 from msgspec.structs import replace
 
 from fairvar.checked import Checked, Count, NonNegative, Positive
-from fairvar.config import Config, assign, merge_overrides, read_toml, refuse_unknown
+from fairvar.config import Config, assign, located, merge_overrides, read_toml, refuse_unknown
 from fairvar.data import Dirichlet, Partition
-from fairvar.errors import BadInput, unknown
+from fairvar.errors import BadInput, shown, unknown
 from fairvar.methods import METHODS, Method
 from fairvar.select import Criterion
 
 PAPER_METHODS = ("fedavg", "afl", "qffl", "aaggff", "fairloss", "fairloss*", "fairgrad",
                  "fairgrad*")  # fmt: skip
+MOST_RUNS = 100_000
 Options = dict[str, Any]
 
 
@@ -49,13 +51,22 @@ class SweepSettings(Checked, frozen=True, kw_only=True):
         for name in (*self.methods, *self.method):
             if name.removesuffix("*") not in METHODS:
                 raise unknown("sweep method", name, METHODS)
-        for name in ("methods", "seeds", "lr", "strength", "step", "cdf"):
-            if not getattr(self, name) and getattr(self, name) != 0:
+        for name in ("methods", "seeds", "lr", "strength", "step", "cdf", "alpha"):
+            values = getattr(self, name)
+            if values == () and name != "alpha":
                 raise BadInput(f"sweep.{name} is empty; give at least one value")
+            if isinstance(values, tuple) and len(set(values)) < len(values):
+                raise BadInput(f"sweep.{name} = {shown(list(values))} has a value twice")
 
     @property
-    def seed_list(self) -> list[int]:
-        return list(range(self.seeds)) if isinstance(self.seeds, int) else list(self.seeds)
+    def seed_list(self) -> Sequence[int]:
+        return range(self.seeds) if isinstance(self.seeds, int) else self.seeds
+
+    @property
+    def runs(self) -> int:
+        """How many runs the grid has, without making them."""
+        each = (prod(map(len, self.axes(name)[1].values())) for name in self.methods)
+        return len(self.seed_list) * max(1, len(self.alpha)) * sum(each)
 
     def axes(self, name: str) -> tuple[Options, dict[str, list[Any]]]:
         """A method's fixed options, and the lists to combine for it (its knob and lr)."""
@@ -106,23 +117,67 @@ class Plan:
         base = copy.deepcopy(dict(values))
         section = base.pop("sweep", {})
         if not isinstance(section, dict):
-            raise BadInput(f"sweep = {section!r} must be a section: write [sweep]")
+            raise BadInput(f"sweep = {shown(section)} must be a section: write [sweep]")
         known = {f.name: f.type for f in msgspec.structs.fields(SweepSettings)}
         refuse_unknown(section, known, "sweep")
         if isinstance(section.get("method"), dict):
             for name, options in section["method"].items():
                 if not isinstance(options, dict):
-                    raise BadInput(f"sweep.method.{name} = {options!r} must be a section")
+                    raise BadInput(
+                        f"sweep.method.{shown(name)} = {shown(options)} must be a section"
+                    )
         try:
             settings = msgspec.convert(section, SweepSettings)
         except msgspec.ValidationError as error:
-            if isinstance(error.__cause__, BadInput):
-                raise error.__cause__ from None
-            raise BadInput(f"sweep: {str(error).replace('`', '')}") from None
+            raise located(error, section, "sweep") from None
         if "method" in base:
             raise BadInput("a sweep takes its methods from sweep.methods; remove [method]")
+        for key, lists in (("lr", "sweep.lr"), ("seed", "sweep.seeds")):
+            if isinstance(base.get("train"), dict) and key in base["train"]:
+                raise BadInput(f"train.{key} means nothing in a sweep: give {lists} instead")
+        if settings.runs > MOST_RUNS:
+            raise BadInput(
+                f"this sweep has {settings.runs:,} runs, more than {MOST_RUNS:,}; "
+                "give fewer seeds or shorter lists"
+            )
         first = Config.from_dict(base)
         return Plan(first.name, settings, first.select, list(_expand(first, settings)))
+
+
+def federations(
+    path: Path, overrides: Sequence[str] = (), scale: str | None = None
+) -> tuple[bool, dict[str, Config]]:
+    """Whether a file is a sweep, and one configuration for each of its federations, by name."""
+    several = scale is not None or "sweep" in merge_overrides(read_toml(path), overrides)
+    if not several:
+        return False, {"partition": Config.load(path, overrides)}
+    found = {cell.partition: cell for cell in reversed(Plan.load(path, overrides, scale).cells)}
+    names = {
+        f"partition-alpha-{kind.alpha:g}" if isinstance(kind, Dirichlet) else "partition": cell
+        for kind, cell in reversed(found.items())
+    }
+    return True, names
+
+
+def differences(cells: Sequence[Config]) -> list[dict[str, Any]]:
+    """What to know each run by: its method with the knob, lr, alpha and seed, and any other option
+    of a method that is not the same in all runs."""
+    options = [cell.to_dict()["method"] for cell in cells]
+    seen: dict[str, set[str]] = {}
+    for each in options:
+        for key, value in each.items():
+            seen.setdefault(key, set()).add(str(value))
+    told = [key for key in seen if key not in ("name", "exact") and len(seen[key]) > 1]
+    rows = []
+    for cell, each in zip(cells, options, strict=True):
+        alpha = getattr(cell.partition, "alpha", None)
+        keys = dict.fromkeys([cell.method.fairness_knob, *told])
+        rows.append({
+            "run": cell.fingerprint[:16], "method": cell.method.label,
+            **{key: each[key] for key in keys if key in each}, "lr": cell.train.lr,
+            **({} if alpha is None else {"alpha": alpha}), "seed": cell.train.seed,
+        })  # fmt: skip
+    return rows
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType
 
-from fairvar.errors import BadInput
+from fairvar.errors import PLUGIN, BadInput, FairvarError
 from fairvar.files import MOST_CODE, read_bytes
 
 
@@ -29,25 +29,32 @@ def load_plugin(path: Path | None) -> None:
     """Run a file that registers methods. It is code: load only what you would run yourself."""
     if path is None:
         return
-    loader = PluginLoader(path.stem, str(path))
-    spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
+    from fairvar.methods import METHODS
+
+    # A name of its own: a plugin called json.py must not take the place of that module.
+    name = PLUGIN + path.stem
+    loader = PluginLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     if spec is None or path.suffix != ".py":
         raise BadInput(f"plugin {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # where annotations written as strings are looked up
+    sys.modules[name] = module  # where annotations written as strings are looked up
     try:
         loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[path.stem]
-        raise BadInput(f"plugin {_place(path, error)}: {_line(error)}") from None
+    except KeyboardInterrupt:
+        raise
+    except FairvarError as error:
+        raise BadInput(f"plugin {path}: {error}") from error
+    except BaseException as error:  # its code may raise anything, SystemExit too
+        raise BadInput(f"plugin {path} cannot be loaded: {_what(error)}") from error
+    if not any(kind.__module__ == name for kind in METHODS.values()):
+        raise BadInput(f"plugin {path} registers no method; put @fairvar.register above its class")
 
 
-def _place(path: Path, error: Exception) -> str:
-    """The file and, if it came that far, the line of it that failed."""
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-    return f"{path}, line {lines[-1]}" if lines else str(path)
-
-
-def _line(error: Exception) -> str:
-    first = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first[:200]}"
+def _what(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}: {error.msg}"
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for at, line in frames if str(at.f_globals.get("__name__")).startswith(PLUGIN)]
+    where = f"line {lines[-1]}: " if lines else ""
+    return f"{where}{type(error).__name__}: {error}"

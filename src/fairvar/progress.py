@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fairvar.errors import plain
+
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -19,15 +21,18 @@ Report = Callable[[int, int, str], None]  # (done, in all, what is being done)
 @contextmanager
 def progress(title: str, quiet: bool = False) -> Iterator[Report]:
     """`report(done, total, what)` as often as you like; it never writes to stdout."""
-    console = Console(stderr=True)
+    console, title = Console(stderr=True), plain(title)
     if quiet:
         yield lambda done, total, what: None
     elif console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                   TimeRemainingColumn(), TextColumn("{task.fields[what]}"))  # fmt: skip
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(),
+                   MofNCompleteColumn(), TimeRemainingColumn(),
+                   TextColumn("{task.fields[what]}", markup=False))  # fmt: skip
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task(title, what="")
-            yield lambda done, total, what: bar.update(task, completed=done, total=total, what=what)
+            yield lambda done, total, what: bar.update(
+                task, completed=done, total=total, what=plain(what)
+            )
     else:
         yield _lines(title)
 
@@ -44,7 +49,8 @@ def _lines(title: str) -> Report:
         last = now
         spent = now - started
         left = f", about {spent / done * (total - done):.0f} s left" if 0 < done < total else ""
+        line = f"{title}: {done}/{total} ({plain(what)}) after {spent:.0f} s{left}"
         with suppress(OSError):  # whoever read this has gone; the computation goes on
-            print(f"{title}: {done}/{total} ({what}) after {spent:.0f} s{left}", file=sys.stderr)
+            print(line, file=sys.stderr)
 
     return report

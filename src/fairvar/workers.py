@@ -22,7 +22,15 @@ from typing import Any
 import torch
 
 from fairvar.config import Config
-from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
+from fairvar.errors import (
+    BadInput,
+    FairvarError,
+    IntegrityError,
+    InternalError,
+    RunFailed,
+    explained,
+    one_line,
+)
 from fairvar.experiment import Interrupted, Watch, missing, run_folder
 from fairvar.groups import Group, run_group
 from fairvar.plugin import load_plugin
@@ -163,7 +171,7 @@ class Worker:
         except (EOFError, OSError):  # it ended before it said all
             text = f"a worker ended with exit code {code}; the cells that are finished are kept"
             return RunFailed(text)
-        kinds = {kind.exit_code: kind for kind in (BadInput, IntegrityError)}
+        kinds = {kind.exit_code: kind for kind in (BadInput, IntegrityError, InternalError)}
         return kinds.get(code, RunFailed)(text)
 
     def end_unless_ready(self) -> None:
@@ -196,10 +204,11 @@ def _worker(task: Task) -> None:
             pulse = Pulse(task.numbers, task.number, lambda: None)
             stopping = lambda: bool(task.stop.value) or leaving.is_set()  # noqa: E731
             work(cells, task.out, stopping, task.save_every, pulse)
-        except FairvarError as error:
+        except Exception as error:
+            found = explained(error)
             with suppress(OSError):  # the parent may be gone
-                task.failing.send_bytes(str(error).encode()[:LONGEST_LINE])
-            raise SystemExit(error.exit_code) from None
+                task.failing.send_bytes(one_line(str(found)).encode()[:LONGEST_LINE])
+            raise SystemExit(found.exit_code) from None
 
 
 def _leave_with_parent(leaving: threading.Event) -> None:

@@ -68,7 +68,9 @@ def test_dry_lists_the_runs_and_writes_nothing(plan, capsys, tmp_path):
     lines = out.splitlines()
     assert lines[-1] == "4 runs"
     assert [line.split("  ")[1] for line in lines[:-1]] == [
-        "FedAvg, lr 0.1", "FairLoss*, lr 0.1"] * 2  # fmt: skip
+        "FedAvg, lr 0.1, alpha 0.5, seed 0", "FairLoss*, strength 0.1, lr 0.1, alpha 0.5, seed 0",
+        "FedAvg, lr 0.1, alpha 0.5, seed 1", "FairLoss*, strength 0.1, lr 0.1, alpha 0.5, seed 1",
+    ]  # fmt: skip
     assert not (tmp_path / "o").exists()
     assert call(capsys, "sweep", plan, "--dry", "--scale", "smaller")[1].endswith("2 runs\n")
     assert call(capsys, "sweep", plan, "--dry", "--shard", "1/3")[1].endswith("1 runs\n")

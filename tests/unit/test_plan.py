@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from fairvar.config import Config, merge_overrides
 from fairvar.errors import BadInput
 from fairvar.methods import METHODS, FairLoss, Method, register
-from fairvar.plan import PAPER_METHODS, Plan
+from fairvar.plan import MOST_RUNS, PAPER_METHODS, Plan
 from fairvar.sweep import parse_budget, parse_shard
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper"
@@ -123,7 +124,7 @@ def test_scales_with_quoted_and_plain_keys(tmp_path: Path) -> None:
     """Both spellings of a dotted key; strings with quotes and backslashes arrive unharmed."""
     path = tmp_path / "p.toml"
     path.write_text(
-        'name = "p"\n[train]\nrounds = 100\nlr = 0.5\n[sweep]\nmethods = ["fedavg"]\nseeds = 5\n'
+        'name = "p"\n[train]\nrounds = 100\n[sweep]\nmethods = ["fedavg"]\nseeds = 5\n'
         '[scale.quoted]\n"train.rounds" = 7\n"sweep.seeds" = [1, 2]\n'
         '"data.root" = \'C:\\new "x"\'\n'
         "[scale.plain]\ntrain.rounds = 7\nsweep.seeds = [1, 2]\n"
@@ -145,6 +146,29 @@ def test_the_papers_sweeps_load(path: Path) -> None:
     plan, small = Plan.load(path), Plan.load(path, scale="small")
     assert {c.method.label for c in plan.cells} >= {"FedAvg", "FairLoss*", "FairGrad*"}
     assert len({c.fingerprint for c in small.cells}) == len(small.cells) < len(plan.cells)
+
+
+def test_a_plan_of_too_many_runs_is_refused_before_it_is_made() -> None:
+    """The lists alone would take gigabytes."""
+    tracemalloc.start()
+    for seeds in (100_000_000, MOST_RUNS + 1):
+        with pytest.raises(BadInput, match=f"{seeds:,} runs, more than {MOST_RUNS:,}"):
+            Plan.from_dict({"sweep": {"methods": ["fedavg"], "seeds": seeds}})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**24
+    for path in PAPER.glob("*.toml"):
+        plan = Plan.load(path)
+        assert plan.settings.runs == len(plan.cells)
+
+
+def test_values_that_a_sweep_would_not_use_are_refused() -> None:
+    for key, named in (("lr", "sweep.lr"), ("seed", "sweep.seeds")):
+        with pytest.raises(BadInput, match=f"train.{key} means nothing in a sweep: give {named}"):
+            Plan.from_dict({"train": {key: 1}, "sweep": {}})
+    for lists in ({"lr": [0.1, 0.1]}, {"seeds": [1, 1]}, {"methods": ["afl", "afl"]}):
+        with pytest.raises(BadInput, match="has a value twice"):
+            Plan.from_dict({"sweep": lists})
 
 
 def test_a_sweep_file_is_no_run(tmp_path: Path) -> None:

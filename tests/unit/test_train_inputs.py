@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fairvar as fv
 from checks import images, small_cnn
+from fairvar.engine.settings import EvaluateSettings
 
 METHODS = [
     fv.FedAvg(),
@@ -249,3 +250,26 @@ def test_a_loss_of_ones_own() -> None:
     for engine in ("reference", "pooled", "vmapped", "blocked"):
         history = fv.train("multinomial", DATA, fv.FedAvg(), 5, loss=squared_hinge, engine=engine)
         assert float(history.loss[-1].mean()) < float(history.loss[0].mean())
+
+
+@pytest.mark.parametrize("device", ["meta", "tpu", "", "cuda:x", "cpu\n", "xla", "cuda:99999"])
+def test_devices_that_cannot_compute(device: str) -> None:
+    with pytest.raises(fv.BadInput, match="device") as caught:
+        fv.train("multinomial", fv.load_federation("logistic", 3), fv.FedAvg(), 1, device=device)
+    assert str(caught.value).isprintable()
+
+
+def test_choices_inside_a_list_are_listed() -> None:
+    with pytest.raises(fv.BadInput, match=r"did you mean 'valid'[?] known are test, train, valid"):
+        EvaluateSettings(splits=("valdi",))
+
+
+def test_the_first_forward_derivative_warns_of_nothing() -> None:
+    """torch's own rules use what torch deprecates: users would see a FutureWarning of 2.15."""
+    code = (
+        "import warnings; warnings.simplefilter('error'); import fairvar as fv; "
+        "fv.train('multinomial', fv.load_federation('logistic', 3), fv.FairGrad(0.1), 1, "
+        "engine='vmapped')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-800:]

@@ -1,54 +1,93 @@
 """The command line. Each command parses, makes one library call and prints one result.
 
-Results go to stdout (`--json` for machines), progress to stderr. Exit codes: 0 fine, 2 bad input
-(one line on stderr, nothing written), 3 run failed, 4 integrity failed, 130 interrupted.
+Results go to stdout (`--json` for machines), progress to stderr. Exit codes: 0 fine, 1 an error
+inside fairvar, 2 bad input (one line on stderr, nothing written), 3 run failed, 4 integrity failed,
+130 interrupted. FAIRVAR_TRACEBACK=1 shows where an error comes from.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
 
-from fairvar.errors import FairvarError
-from fairvar.signals import INTERRUPTED, command_signals
-
-
-class _Failure(Exception):
-    """How a command ends: (one line, exit code)."""
+from fairvar.signals import INTERRUPTED, command_signals, handled
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: errors become one line and an exit code."""
+    _prepare_streams()
     with command_signals() as command:
         try:
-            _run(arguments)
+            with handled(_leave):
+                work = _parsed(sys.argv[1:] if arguments is None else list(arguments))
+            work()
+            sys.stdout.flush()
+        except SystemExit:
+            raise
+        except BrokenPipeError:
+            _drop_output()  # the reader went away, as in `fairvar theory | head`
         except BaseException as error:
             # An interrupted import or callback may end in any error.
-            asked = command.interrupted or isinstance(error, KeyboardInterrupt)
-            end = _Failure("interrupted", INTERRUPTED) if asked else error
-            if not isinstance(end, _Failure):
-                raise
-            message, code = end.args
+            message, code = ("interrupted", INTERRUPTED) if command.interrupted else _told(error)
             command.end(message)
+            _flush_or_drop_output()
             sys.exit(code)
 
 
-def _run(arguments: list[str] | None) -> None:
-    # Here, since it takes a while and signals are heard by now.
-    from cyclopts import CycloptsError
+def _leave(number: int, frame: FrameType | None) -> None:
+    """While modules are imported nothing has begun, and an exception in the middle of an import
+    may be lost or leave half a module: so the command ends at once."""
+    os.write(2, b"fairvar: interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _parsed(arguments: list[str]) -> Callable[[], Any]:
+    """The command that the arguments name, with its values; what it needs is imported."""
+    from importlib import import_module
 
     from fairvar.cli.commands import app
+    from fairvar.cli.common import check_arguments
 
+    check_arguments(arguments)
+    command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+    if command.__module__.startswith("fairvar"):
+        import_module("fairvar.api")
+    return lambda: command(*bound.args, **bound.kwargs)
+
+
+def _prepare_streams() -> None:
+    """Whatever a name consists of, and whatever the terminal can show: printing never fails."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the shell: >&-
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _flush_or_drop_output() -> None:
     try:
-        app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
-    except CycloptsError as error:
-        _fail(" ".join(str(error).split()), 2)
-    except FairvarError as error:
-        _fail(str(error), error.exit_code)
-    except BrokenPipeError:
-        # The reader went away (`fairvar theory | head`); keep Python from complaining at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout.flush()
+    except OSError:  # a full disk
+        _drop_output()
 
 
-def _fail(message: str, code: int) -> None:
-    raise _Failure(message, code) from None
+def _drop_output() -> None:
+    """Keep Python from complaining at exit that what is left cannot be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _told(error: BaseException) -> tuple[str, int]:
+    from fairvar.cli.messages import usage
+    from fairvar.errors import explained, one_line
+
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", INTERRUPTED
+    message = usage(error)
+    if message is not None:
+        return one_line(message), 2
+    found = explained(error)
+    return one_line(str(found)), found.exit_code

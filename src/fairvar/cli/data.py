@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cyclopts import App
 
-from fairvar.cli.common import Json, app, print_json, show
+from fairvar.cli.common import Json, app, print_json, say, show
 
 data = App(name="data", help="Data sets: what is available, where from, checksums.")
 app.command(data)
@@ -42,7 +42,7 @@ def data_fetch(name: str, *, root: Path | None = None) -> None:
         folder = fetch(
             name, root, progress=lambda file, done, total: report(done, total or 0, file)
         )
-    print(folder)
+    say(folder)
 
 
 @data.command(name="verify")
@@ -60,6 +60,6 @@ def data_verify(name: str, *, root: Path | None = None, json: Json = False) -> N
     if json:
         print_json([{"file": f, "ok": ok, "reason": why} for f, ok, why in rows])
     else:
-        print(*(f"{'ok ' if ok else 'BAD'} {f}  {why}" for f, ok, why in rows), sep="\n")
+        say(*(f"{'ok ' if ok else 'BAD'} {f}  {why}" for f, ok, why in rows))
     if not all(ok for _, ok, _ in rows):
         sys.exit(4)

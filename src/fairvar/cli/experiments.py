@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -11,18 +10,22 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from fairvar.cli.common import (
+    Count,
     Json,
     Out,
+    PositiveFloat,
+    Workers,
     app,
     cores,
     duration,
     print_json,
+    say,
     selection_rule,
     show,
     show_report,
     tell,
 )
-from fairvar.errors import BadInput, RunFailed
+from fairvar.errors import RunFailed
 
 MANY_RUNS = 40  # from here on, tell what it will cost before starting
 
@@ -31,10 +34,10 @@ MANY_RUNS = 40  # from here on, tell what it will cost before starting
 def demo(
     *,
     out: Out = Path("fairvar-demo"),
-    alpha: float = 0.1,
-    seeds: int = 3,
-    rounds: int = 100,
-    workers: int | None = None,
+    alpha: PositiveFloat = 0.1,
+    seeds: Count = 3,
+    rounds: Count = 100,
+    workers: Workers | None = None,
     json: Json = False,
 ) -> None:
     """All methods of the paper on its MNIST experiment, in about a minute and without a download.
@@ -64,7 +67,7 @@ def demo(
     tables, files = write_report(gather(out / "runs"), out, TITLE)
     show_report(tables, files, json)
     if not json:
-        print(NOTE)
+        say(NOTE)
 
 
 @app.command
@@ -78,10 +81,10 @@ def run(
 ) -> None:
     """Train one configuration and store config, history and final model.
 
-    Example: fairvar run configs/quick.toml method.name=fairgrad method.strength=0.1
+    Example: fairvar run quick.toml method.name=fairgrad method.strength=0.1
 
     Args:
-        config: a TOML file; configs/quick.toml shows every section.
+        config: a TOML file; `fairvar example` prints one with every section.
         overrides: key=value pairs that change it, such as train.lr=0.5.
         dry: check everything, print the full configuration and its fingerprint, and stop.
         plugin: a Python file to load first, for methods of your own.
@@ -98,6 +101,8 @@ def run(
 
     load_plugin(plugin)
     settings = Config.load(config, overrides)
+    if dry and json:
+        return print_json({"config": settings.to_dict(), "fingerprint": settings.fingerprint})
     if dry:
         return print(settings.to_toml() + f"\n# fingerprint {settings.fingerprint}")
     look_again()
@@ -122,11 +127,11 @@ def sweep(
     *overrides: str,
     out: Path | None = None,
     scale: str | None = None,
-    workers: int = 1,
+    workers: Workers = 1,
     budget: str | None = None,
     shard: str | None = None,
     ray: str | None = None,
-    save_every: int | None = None,
+    save_every: Count | None = None,
     batch: bool = True,
     estimate: bool = True,
     dry: Annotated[bool, Parameter(negative="")] = False,
@@ -137,10 +142,10 @@ def sweep(
 
     Finished runs are never touched. Several of these processes may work on one folder at once.
 
-    Example: fairvar sweep configs/paper/mnist.toml --scale small --workers 2
+    Example: fairvar sweep mnist.toml --scale small --workers 2
 
     Args:
-        config: a TOML file with a [sweep] section; see configs/paper/.
+        config: a TOML file with a [sweep] section; `fairvar example mnist` prints one.
         overrides: key=value pairs that change it, such as sweep.seeds=2.
         out: folder for the runs; runs/NAME by default.
         scale: use the file's [scale.NAME] overrides, such as small.
@@ -159,7 +164,7 @@ def sweep(
     """
     from fairvar.experiment import missing, start_note
     from fairvar.identity import look_again
-    from fairvar.plan import Plan
+    from fairvar.plan import Plan, differences
     from fairvar.plugin import load_plugin
     from fairvar.progress import progress
     from fairvar.store import check_writable
@@ -170,13 +175,16 @@ def sweep(
     plan = Plan.load(config, overrides, scale)
     seconds = None if budget is None else parse_budget(budget)
     part, parts = (0, 1) if shard is None else parse_shard(shard)
-    if workers < 1 or (save_every is not None and save_every < 1):
-        raise BadInput("--workers and --save-every must be at least 1")
     cells = shard_of(plan.cells, part, parts, batch)
     folder = out or Path("runs") / plan.name
     if dry:
-        rows = [f"{c.fingerprint[:16]}  {c.method.label}, lr {c.train.lr:g}" for c in cells]
-        return print(*rows, f"{len(cells)} runs", sep="\n")
+        rows = differences(cells)
+        if json:
+            return print_json(rows)
+        for row in rows:
+            values = ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("run", "method"))
+            say(f"{row['run']}  {row['method']}, {values}")
+        return say(f"{len(cells)} runs")
     look_again()
     missing(cells, folder)  # bad data write nothing
     check_writable(folder)
@@ -187,7 +195,7 @@ def sweep(
     if estimate and len(missing(cells, folder)) > MANY_RUNS and ray is None:
         cost = project(cells, folder, workers, batch)
         text = f"about {duration(cost)} with {workers} worker(s), from a few timed rounds"
-        print(f"{len(missing(cells, folder))} runs to do: {text}", file=sys.stderr)
+        tell(f"{len(missing(cells, folder))} runs to do: {text}")
     with progress(plan.name) as report:
         if ray is not None:
             from fairvar.cluster import run_on_ray
@@ -196,13 +204,11 @@ def sweep(
         status = run_sweep(cells, folder, report, workers, seconds, save_every, plugin, batch)
     if json:
         return print_json({"folder": str(folder), **asdict(status)})
-    print(f"{status.done} of {status.cells} runs are done in {folder}")
+    say(f"{status.done} of {status.cells} runs are done in {folder}")
     if status.reason:
-        print(f"stopped because {status.reason}; the same command continues")
+        say(f"stopped because {status.reason}; the same command continues")
     elif status.elsewhere:
-        print(
-            f"{status.elsewhere} are left to other processes, which hold them or runs beside them"
-        )
+        say(f"{status.elsewhere} are left to other processes, which hold them or runs beside them")
 
 
 @app.command
@@ -214,7 +220,7 @@ def report(
     t: float = 1.96,
     model: str | None = None,
     unit: str = "fraction",
-    m: int | None = None,
+    m: Count | None = None,
     plugin: Path | None = None,
     json: Json = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""Commands that look: partition, theory, methods, doctor, bench."""
+"""Commands that look: example, partition, theory, methods, doctor, bench."""
 
 from __future__ import annotations
 
@@ -6,43 +6,87 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from fairvar.cli.common import Json, Out, app, print_json, show
-from fairvar.errors import BadInput
+from fairvar.cli.common import (
+    Count,
+    Json,
+    Out,
+    PositiveFloat,
+    Workers,
+    app,
+    print_json,
+    say,
+    show,
+    tell,
+)
+from fairvar.errors import BadInput, unknown
+
+
+@app.command
+def example(name: str = "quick") -> None:
+    """Print a configuration file to start from.
+
+    Example: fairvar example > quick.toml
+
+    Args:
+        name: "quick", a single run with every section, or a sweep of the paper: mnist, cifar10,
+            cifar100, tiny_imagenet.
+    """
+    from importlib.resources import files
+
+    folder = files("fairvar").joinpath("configs")
+    found = {
+        file.name.removesuffix(".toml"): file
+        for place in (folder, folder.joinpath("paper"))
+        for file in place.iterdir()
+        if file.name.endswith(".toml")
+    }
+    if name not in found:
+        raise unknown("example", name, found)
+    print(found[name].read_text(encoding="utf-8"), end="")
 
 
 @app.command
 def partition(
     config: Path,
     *overrides: str,
+    scale: str | None = None,
     out: Out = Path("fairvar-partition"),
     json: Json = False,
 ) -> None:
     """Picture and heterogeneity numbers of a partition, before spending compute on it.
 
+    Of a file with a [sweep] section, every federation of the sweep is drawn.
+
     Args:
-        config: a TOML file; the sections [data] and [partition] are used.
+        config: a TOML file; the sections [data] and [partition] are used, and sweep.alpha.
         overrides: key=value pairs that change it, such as partition.alpha=0.5.
-        json: print the partition's passport as JSON.
+        scale: use the file's [scale.NAME] overrides, such as small.
+        json: print the partition's passport as JSON, of a sweep a list of them.
     """
-    from fairvar.config import Config
     from fairvar.experiment import class_counts, federation_of
+    from fairvar.plan import federations
     from fairvar.report.look import require_matplotlib, save
     from fairvar.report.pictures import partition_figure
     from fairvar.report.show import passport_table
     from fairvar.store import check_writable
 
-    settings = Config.load(config, overrides)
+    several, settings = federations(config, overrides, scale)
     require_matplotlib()
-    federation = federation_of(settings)
-    if federation.classes is None:
-        raise BadInput(f"{federation.name} has no classes: there is no partition to draw")
+    drawn = {name: federation_of(each) for name, each in settings.items()}
+    for federation in drawn.values():
+        if federation.classes is None:
+            raise BadInput(f"{federation.name} has no classes: there is no partition to draw")
     check_writable(out)
-    figure = partition_figure(federation.name, class_counts(federation), federation.passport)
-    files = save(figure, out, "partition")
+    files = []
+    for name, federation in drawn.items():
+        counts = class_counts(federation)
+        files += save(partition_figure(federation.name, counts, federation.passport), out, name)
     if json:
-        return print_json(dict(federation.passport))
-    show(passport_table(federation))
-    print("Written:", *files, sep="\n  ")
+        passports = [dict(federation.passport) for federation in drawn.values()]
+        return print_json(passports if several else passports[0])
+    for name, federation in drawn.items():
+        show(passport_table(federation, name))
+    say("Written:", *(f"  {file}" for file in files))
 
 
 @app.command
@@ -62,7 +106,7 @@ def theory(*, json: Json = False) -> None:
         for part in claims_text(found):
             show(part)
     failed = sum(not c.holds for c in found)
-    print(f"{len(found) - failed} of {len(found)} claims hold", file=sys.stderr)
+    tell(f"{len(found) - failed} of {len(found)} claims hold")
     if failed:
         sys.exit(3)
 
@@ -98,14 +142,14 @@ def bench(
     case: str | None = None,
     model: str | None = None,
     method: str | None = None,
-    clients: int | None = None,
-    batch: int | None = None,
+    clients: Count | None = None,
+    batch: Count | None = None,
     local: str | None = None,
     device: str = "cpu",
     precision: str | None = None,
-    repeat: int = 7,
-    seconds: float | None = None,
-    threads: int = 1,
+    repeat: Count = 7,
+    seconds: PositiveFloat | None = None,
+    threads: Workers = 1,
     out: Path | None = None,
     json: Json = False,
 ) -> None:
@@ -156,6 +200,6 @@ def bench(
     promises = targets_table(result)
     for table in [*bench_tables(result), *([] if promises is None else [promises])]:
         show(to_rich(table))
-        print()
+        say("")
     if files:
-        print("Written:", *files, sep="\n  ")
+        say("Written:", *(f"  {file}" for file in files))

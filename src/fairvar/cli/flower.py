@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cyclopts import App
 
-from fairvar.cli.common import app
+from fairvar.cli.common import Days, Nodes, app, say
 
 flower = App(name="flower", help="Real federations on Flower: an app of your own, keys for nodes.")
 app.command(flower)
@@ -21,11 +21,11 @@ def flower_new(folder: Path) -> None:
     """
     from fairvar.flower.new import new_app
 
-    print(*new_app(folder), sep="\n")
+    say(*new_app(folder))
 
 
 @flower.command(name="keys")
-def flower_keys(folder: Path, *, nodes: int, host: list[str], days: int = 365) -> None:
+def flower_keys(folder: Path, *, nodes: Nodes, host: list[str], days: Days = 365) -> None:
     """Make a certificate authority, the server's certificate and a key pair for every node.
 
     Args:
@@ -39,4 +39,4 @@ def flower_keys(folder: Path, *, nodes: int, host: list[str], days: int = 365) -
     require_flower()
     from fairvar.flower.keys import make_keys
 
-    print(*make_keys(folder, nodes, host, days), sep="\n")
+    say(*make_keys(folder, nodes, host, days))

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from fairvar.cli.common import Json, app, print_json, selection_rule, show
+from fairvar.cli.common import Count, Json, NonNegative, app, print_json, say, selection_rule, show
 from fairvar.errors import BadInput, RunFailed
 
 
@@ -19,7 +19,7 @@ def condense(
     all: Annotated[bool, Parameter(negative="")] = False,
     t: float = 1.96,
     unit: str = "fraction",
-    m: int | None = None,
+    m: Count | None = None,
     plugin: Path | None = None,
     json: Json = False,
 ) -> None:
@@ -61,7 +61,7 @@ def condense(
     runs, size = sum(len(g.births) for g in groups), path.stat().st_size
     if json:
         return print_json({"file": str(path), "runs": runs, "bytes": size})
-    print(f"{runs} runs on {len(groups)} federations in {path}, {size / 1e6:.1f} MB")
+    say(f"{runs} runs on {len(groups)} federations in {path}, {size / 1e6:.1f} MB")
 
 
 @app.command
@@ -92,9 +92,9 @@ def seal(folder: Path, *, plugin: Path | None = None, json: Json = False) -> Non
 def verify(
     folder: Path,
     *,
-    rerun: int = 0,
-    evaluations: int = 1,
-    seed: int | None = None,
+    rerun: NonNegative = 0,
+    evaluations: Count = 1,
+    seed: NonNegative | None = None,
     device: str = "cpu",
     plugin: Path | None = None,
     json: Json = False,
@@ -121,8 +121,6 @@ def verify(
     from fairvar.verify import check_files, draw
     from fairvar.verify import rerun as again
 
-    if rerun < 0 or evaluations < 1:
-        raise BadInput("--rerun must be 0 or more, --evaluations 1 or more")
     load_plugin(plugin)
     checked = check_files(folder)
     seed = secrets.randbelow(10**6) if seed is None else seed
@@ -136,7 +134,7 @@ def verify(
         told = [agreement.to_dict() for agreement in found]
         print_json({"files_intact": checked, "seed": seed, "rerun": told})
     else:
-        print(f"{checked} runs and summaries are as they were written")
+        say(f"{checked} runs and summaries are as they were written")
         if found:
             show(agreement_table(found, seed))
     if not all(agreement.holds for agreement in found):

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.func import grad, grad_and_value, jvp, vmap
+from torch.func import grad, grad_and_value, vmap
 
 from fairvar.engine.batches import RoundBatches
+from fairvar.engine.forward import jvp
 from fairvar.engine.pooled import observed_losses, per_client
 from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 from fairvar.checked import Checked, Count, Positive, Share
-from fairvar.errors import BadInput
+from fairvar.errors import BadInput, shown
+
+Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 
 class TrainSettings(Checked, frozen=True, kw_only=True):
@@ -30,9 +33,13 @@ class TrainSettings(Checked, frozen=True, kw_only=True):
     engine: Literal["auto", "reference", "pooled", "blocked", "vmapped", "linear"] = "auto"
     chunk: Count | None = None
     capture: bool | None = None  # record rounds and repeat them: by default on CUDA where possible
-    threads: Count = 1  # per run; the last bits may depend on it. Several runs at once fill a CPU
+    threads: Threads = 1  # per run; the last bits may depend on it. Several runs at once fill a CPU
 
     def check(self) -> None:
+        if not re.fullmatch(r"(cpu|cuda|mps|xpu)(:[0-9]{1,4})?", self.device):
+            raise BadInput(
+                f'train.device = {shown(self.device)}: give "cpu", "cuda" or, of several, "cuda:1"'
+            )
         if self.local_epochs is not None and self.local_steps != 1:
             raise BadInput("train.local_steps and train.local_epochs are both given; give one")
         if self.participation is not None and self.participants is not None:

@@ -39,7 +39,7 @@ from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.state import Outcome, State, advance, check_fits, initial_state
 from fairvar.engine.task import Task, make_task
 from fairvar.engine.vmapped import Observer, vmapped_round
-from fairvar.errors import BadInput
+from fairvar.errors import LONGEST, BadInput, one_line, shown
 from fairvar.federation import Federation
 from fairvar.history import History, Tables
 from fairvar.methods.base import Method
@@ -399,10 +399,10 @@ def birth_certificate(
 def _device(device: str) -> torch.device:
     try:
         found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        torch.zeros(1, device=found).item()  # "meta" has no values to compute with
+    except Exception as error:
+        reason = one_line(str(error).partition("\n")[0].removesuffix("."))[:LONGEST]
         raise BadInput(
-            f'device {str(device)!r} cannot be used here ({reason}); try "cpu"'
+            f'device {shown(str(device))} cannot be used here ({reason}); give "cpu" or "cuda"'
         ) from None
     return found

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value, jvp, vmap
+from torch.func import grad_and_value, vmap
 
 from fairvar.engine.batches import RoundBatches
+from fairvar.engine.forward import jvp
 from fairvar.engine.pooled import PooledPass, observed_losses, takes_batch_losses
 from fairvar.engine.run import TILE, Run
 from fairvar.engine.state import Outcome, State

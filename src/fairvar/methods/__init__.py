@@ -23,8 +23,18 @@ def register(kind: M) -> M:
     tag = kind.__struct_config__.tag
     if not isinstance(tag, str):
         raise BadInput(f'{kind.__name__} has no name; write class {kind.__name__}(..., tag="…")')
+    if (taken := METHODS.get(tag)) is not None and _origin(taken) != _origin(kind):
+        raise BadInput(
+            f'the name "{tag}" belongs to {".".join(_origin(taken))}; '
+            f"give {kind.__name__} another tag"
+        )
     METHODS[tag] = kind
     return kind
+
+
+def _origin(kind: type[Method]) -> tuple[str, str]:
+    """Which class it is: the same one again, from a cell of a notebook, replaces the old."""
+    return kind.__module__, kind.__qualname__
 
 
 for _kind in (FedAvg, AFL, QFFL, AAggFF, FairLoss, FairGrad):

@@ -154,7 +154,8 @@ def _stacked(table: Table, width: int) -> RichTable:
 
 def to_terminal(table: Table, width: int = 80) -> str:
     """The terminal table as plain text, for logs and files."""
-    console = Console(width=width, file=io.StringIO(), color_system=None, force_terminal=False)
+    console = Console(width=width, file=io.StringIO(), color_system=None, force_terminal=False,
+                      markup=False, emoji=False)  # fmt: skip
     with console.capture() as capture:
         console.print(to_rich(table))
     lines = (line.rstrip() for line in capture.get().splitlines())

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from fairvar.catalogue import catalogue
 from fairvar.federation import Federation
@@ -72,7 +72,7 @@ def agreement_table(found: Sequence[Agreement], seed: int) -> RichTable:
     return table
 
 
-def passport_table(federation: Federation) -> RichTable:
+def passport_table(federation: Federation, title: str = "partition") -> RichTable:
     """Where a partition came from and how uneven it is."""
     passport, sizes = dict(federation.passport), federation.sizes
     facts: dict[str, Any] = {
@@ -90,7 +90,7 @@ def passport_table(federation: Federation) -> RichTable:
     for key in ("attempts", "moved", "sha256"):
         if key in passport:
             facts[{"moved": "samples moved to reach the minimum"}.get(key, key)] = passport[key]
-    return facts_table(facts, "Partition")
+    return facts_table(facts, title.capitalize())
 
 
 def methods_table() -> RichTable:
@@ -113,7 +113,7 @@ def methods_table() -> RichTable:
 
 def options_table() -> RichTable:
     """How each method is written in a configuration: its name and its options with defaults."""
-    table = RichTable(title=r"\[method] in a configuration", title_justify="left", box=None)
+    table = RichTable(title="[method] in a configuration", title_justify="left", box=None)
     table.add_column("name", style="bold")
     table.add_column("option = default", overflow="fold")
     seen = {entry["name"]: entry["options"] for entry in catalogue()}
@@ -142,16 +142,16 @@ THEOREMS = {
 }
 
 
-def claims_text(claims: Sequence[Claim]) -> Iterator[RichTable | str]:
+def claims_text(claims: Sequence[Claim]) -> Iterator[RichTable | Text]:
     """Every claim with both sides, tolerance and verdict, by theorem."""
     for theorem, title in THEOREMS.items():
-        yield f"\n[bold]{theorem or 'Also'}[/bold]  {title}"
+        yield Text.assemble("\n", (theorem or "Also", "bold"), f"  {title}")
         grid = RichTable.grid(padding=(0, 1))
         grid.add_column(style="bold")
         grid.add_column(overflow="fold")
         for claim in claims:
             if (claim.name[:2] if claim.name[:2] in THEOREMS else "") == theorem:
-                grid.add_row(_verdict(claim), escape(_sentence(claim)))
+                grid.add_row(_verdict(claim), _sentence(claim))
         yield grid
 
 

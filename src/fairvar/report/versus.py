@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int64
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from fairvar.errors import BadInput, unknown
 from fairvar.experiment import StoredRun
@@ -119,7 +120,8 @@ NUMBERS = (
 
 def paired_table(a: Side, b: Side, paired: Paired | Late) -> Iterator[Any]:
     when = "" if isinstance(paired, Paired) else ", average of the last quarter of the rounds"
-    yield f"[bold]A[/bold] {a.name}\n[bold]B[/bold] {b.name}\ntest data, {a.model} model{when}"
+    yield Text.assemble(("A", "bold"), f" {a.name}\n", ("B", "bold"), f" {b.name}\n",
+                        f"test data, {a.model} model{when}")  # fmt: skip
     table = RichTable(title="A − B, paired over seeds and clients", title_justify="left")
     for head in ("", "difference", "95 % interval", "clear?"):
         table.add_column(head, justify="left" if not head else "right")

@@ -1,0 +1,103 @@
+"""Tests against several versions of torch, each in an environment of its own: `make versions`.
+
+By default the floor in pyproject.toml, the version in constraints.txt and the newest that pip
+finds. A build of torch for CUDA takes about 8 GB while it is tested; environments are made one
+after the other, in --folder, and deleted unless --keep is given.
+
+    python tools/versions.py 2.6.0 newest --folder /tmp/versions --keep
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TESTS = ("tests/contract", "tests/golden", "tests/equivalence/test_engines.py")
+FOR_TESTS = ("beartype", "hypothesis", "matplotlib", "pillow", "pytest", "scipy")
+GIGABYTES = 12
+
+
+def dependencies() -> list[str]:
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return list(found)
+
+
+def defaults() -> list[str]:
+    (floor,) = [d.removeprefix("torch>=") for d in dependencies() if d.startswith("torch>=")]
+    pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert pinned is not None
+    return [floor if floor.count(".") == 2 else f"{floor}.0", pinned[1], "newest"]
+
+
+def install(version: str, place: Path) -> Path:
+    """The environment's Python; an environment that was kept is used again."""
+    python = place / "bin" / "python"
+    if (place / "ready").exists():
+        return python
+    if shutil.disk_usage(place.parent).free < GIGABYTES * 10**9:
+        sys.exit(f"{place.parent} has less than {GIGABYTES} GB free; give another --folder")
+    subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
+    limits = place / "constraints.txt"
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    limits.write_text("\n".join(line for line in lines if not line.startswith("torch==")))
+    torch = "torch" if version == "newest" else f"torch=={version}"
+    others = [d for d in dependencies() if not d.startswith("torch")]
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir"]
+    subprocess.run([*pip, torch], check=True)
+    subprocess.run([*pip, "-c", str(limits), *others, *FOR_TESTS], check=True)
+    (place / "ready").touch()
+    return python
+
+
+def tested(python: Path, tests: list[str]) -> tuple[str, str]:
+    """(torch's own version, the last line of pytest)."""
+    ask = [str(python), "-c", "import torch; print(torch.__version__)"]
+    version = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow"]
+    done = subprocess.run(
+        [*command, *tests], cwd=ROOT, capture_output=True, text=True, check=False,
+        env={"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    lines = done.stdout.strip().splitlines()
+    if done.returncode:
+        print(done.stdout[-4000:], done.stderr[-2000:], sep="\n", file=sys.stderr)
+    return version, lines[-1] if lines else done.stderr.strip()[-200:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("versions", nargs="*", help="such as 2.6.0 or newest")
+    parser.add_argument("--folder", type=Path, help="for the environments; a temporary one else")
+    parser.add_argument("--keep", action="store_true", help="keep the environments")
+    parser.add_argument("--tests", nargs="+", default=list(TESTS))
+    asked = parser.parse_args()
+    folder = asked.folder or Path(tempfile.mkdtemp(prefix="fairvar-versions-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for version in asked.versions or defaults():
+        place, started = folder / version, time.monotonic()
+        try:
+            found, result = tested(install(version, place), asked.tests)
+        except subprocess.CalledProcessError as error:
+            found, result = version, f"could not be installed or imported ({error})"
+        finally:
+            if not asked.keep:
+                shutil.rmtree(place, ignore_errors=True)
+        rows.append((version, found, result, f"{time.monotonic() - started:.0f} s"))
+    if not asked.keep and asked.folder is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    print(*(f"{a:<10} {b:<16} {c}  ({d})" for a, b, c, d in rows), sep="\n")
+    if not all("passed" in row[2] and "failed" not in row[2] for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
