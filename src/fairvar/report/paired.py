@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int64
 
 from fairvar import rng
 from fairvar.errors import BadInput
+from fairvar.metrics import binomial_noise
 
 
 class Difference(NamedTuple):
@@ -64,8 +65,11 @@ def compare(
     measured = _measured(a, b, samples)
     p, q, n = a[:, measured], b[:, measured], samples[measured]
     rows, columns = _draw(p.shape[0], p.shape[1], resamples, seed)
-    drawn = _numbers(p[rows, columns], n[columns]) - _numbers(q[rows, columns], n[columns])
-    seen = _numbers(p[None], n[None, None]) - _numbers(q[None], n[None, None])
+    one, other = ((v, binomial_noise(v, n)) for v in (p, q))
+    drawn, seen = (
+        _numbers(*(v[draw] for v in one)) - _numbers(*(v[draw] for v in other))
+        for draw in ((rows, columns), (None,))
+    )
     found = _differences(seen[:, 0], drawn)
     change = np.full(a.shape[1], np.nan)
     change[measured] = (p - q).mean(0)
@@ -162,16 +166,15 @@ def _over_rounds(
     centre = p.mean()  # so that the difference of squares loses no digits
     average = mean(p - centre)
     variance = (mean((p - centre) ** 2) - average**2) * n / (n - 1)
-    noise = mean(p * (1 - p) / np.maximum(samples - 1, 1))
+    noise = mean(binomial_noise(p, samples))
     return [v.mean(1) for v in (average + centre, variance, variance - noise)]
 
 
 def _numbers(
-    p: Float[np.ndarray, "draws seeds n"], n: Int64[np.ndarray, "draws one n"]
+    p: Float[np.ndarray, "draws seeds n"], noise: Float[np.ndarray, "draws seeds n"]
 ) -> Float[np.ndarray, "4 draws"]:
     """(mean, variance, corrected variance, worst tenth) over clients, averaged over seeds."""
     variance = p.var(2, ddof=1)
-    noise = (p * (1 - p) / np.maximum(n - 1, 1)).mean(2)
     tenth = -(-p.shape[2] // 10)
     worst = np.partition(p, tenth - 1, axis=2)[:, :, :tenth].mean(2)
-    return np.stack([p.mean(2), variance, variance - noise, worst]).mean(2)
+    return np.stack([p.mean(2), variance, variance - noise.mean(2), worst]).mean(2)
