@@ -8,8 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
@@ -67,6 +68,31 @@ class Watch:
     progress: Callable[[int, int], None] = lambda done, total: None
     stopping: Callable[[], bool] = lambda: False
     save_every: int | None = None  # rounds; besides, every ten seconds
+
+
+class Deployed(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a run that was deployed: its configuration may tell of data and a model that
+    were not used."""
+
+    nodes: Annotated[int, msgspec.Meta(ge=0)]  # that took part
+    own_data: bool  # the nodes' own files; else parts of the data set that the configuration names
+    own_model: bool  # the app's; else the one that the configuration names
+    model: str  # its class or name
+    parameters: Annotated[int, msgspec.Meta(ge=0)]
+
+    @staticmethod
+    def of(manifest: Mapping[str, Any], where: Path) -> Deployed | None:
+        """From the manifest of a run or summary; None for a simulated one."""
+        passport, birth = manifest["passport"], manifest.get("birth") or manifest["births"][0]
+        if "deployed" not in manifest and str(birth.get("engine")).startswith("flower"):
+            return Deployed(  # stored before this was recorded
+                nodes=passport.get("clients", 0), own_data="sha256" not in passport, own_model=True,
+                model="a model that was not recorded", parameters=0,
+            )  # fmt: skip
+        try:
+            return msgspec.convert(manifest.get("deployed"), Deployed | None)
+        except msgspec.ValidationError as error:
+            raise IntegrityError(f"the manifest of {where}: deployed: {error}") from None
 
 
 def run_folder(config: Config, out: Path) -> Path:
@@ -221,9 +247,11 @@ def run_files(
     history: History,
     passport: Mapping[str, Any] | None = None,
     more: Mapping[str, bytes] | None = None,
+    deployed: Deployed | None = None,
 ) -> dict[str, bytes]:
     """All that is kept of a run, as the files of its folder. `passport`: of data that are not here
-    (their nodes keep them); `more` files to seal."""
+    (their nodes keep them); `more` files to seal; `deployed`: what is known of a run whose clients
+    were not simulated."""
     files = {
         **(more or {}),
         "config.toml": config.to_toml().encode(),
@@ -232,7 +260,8 @@ def run_files(
     }
     if passport is None:
         passport = federation_of(config).passport
-    return with_manifest(files, _facts(config, history, passport))
+    known = {} if deployed is None else {"deployed": msgspec.to_builtins(deployed)}
+    return with_manifest(files, {**_facts(config, history, passport), **known})
 
 
 def record_federation(out: Path, federation: Federation) -> None:

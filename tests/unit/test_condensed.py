@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -105,7 +106,20 @@ def test_a_choice_that_was_not_kept_is_refused(sweep: Path, small: Path) -> None
         report(small, Criterion(t=0.0, model="global"))
 
 
-def test_summaries_and_runs_of_one_configuration_are_not_mixed(sweep: Path, small: Path) -> None:
+def test_a_summary_gives_way_to_the_runs_behind_it(sweep: Path, small: Path) -> None:
+    both, alone = gather(sweep, small), gather(sweep)
+    assert [[(t.label, t.lr, t.seeds) for t in g.trials] for g in both] == [
+        [(t.label, t.lr, t.seeds) for t in g.trials] for g in alone
+    ]
+
+
+def test_summaries_and_runs_of_one_configuration_are_not_mixed(
+    sweep: Path, small: Path, tmp_path: Path
+) -> None:
+    for run in stored_runs(sweep):
+        if run.config.train.seed == 0:
+            shutil.copytree(run.folder, tmp_path / run.folder.name)
+    sweep = tmp_path
     with pytest.raises(BadInput, match="as a summary and again"):
         gather(sweep, small)
 

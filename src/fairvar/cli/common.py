@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import math
 import os
 import sys
 from pathlib import Path
@@ -75,7 +76,16 @@ def tell(note: str | None) -> None:
 
 
 def print_json(value: Any) -> None:
-    print(jsonlib.dumps(value, indent=2, ensure_ascii=False))
+    print(jsonlib.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no nan: what is not a number is null."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _table_dict(table: Any) -> dict[str, Any]:

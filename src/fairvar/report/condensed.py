@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import to_builtins
 from msgspec.structs import replace
 from safetensors.numpy import load, save
 
@@ -123,6 +124,8 @@ def _summary_files(group: Group, method: Any, lr: float, summary: Summary) -> di
         "last": {model: list(two) for model, two in summary.last.items()},
         "births": [dict(birth) for birth in summary.births],
     }
+    if group.deployed is not None:
+        facts["deployed"] = to_builtins(group.deployed)
     text = config.to_toml().encode()
     files = {"config.toml": text, "curves.safetensors": save(tensors)}
     name = hashlib.sha256(text).hexdigest()[:16]

@@ -18,7 +18,7 @@ from fairvar.metrics import binomial_noise
 
 
 class Difference(NamedTuple):
-    """A − B with a 95 % interval; `clear` if the interval leaves zero out."""
+    """A − B with a 95 % interval; `clear` if the interval leaves zero out. nan: not defined."""
 
     value: float
     low: float
@@ -62,7 +62,7 @@ def compare(
 
     Intervals by bootstrap: seeds and clients are drawn with replacement, the same draw for both.
     """
-    measured = _measured(a, b, samples)
+    measured = _enough(a, b, samples)
     p, q, n = a[:, measured], b[:, measured], samples[measured]
     rows, columns = _draw(p.shape[0], p.shape[1], resamples, seed)
     one, other = ((v, binomial_noise(v, n)) for v in (p, q))
@@ -78,6 +78,17 @@ def compare(
         error[measured] = (p - q).std(0, ddof=1) / np.sqrt(len(p))
     accuracy, variance, corrected, worst = found
     return Paired(accuracy, variance, corrected, worst, change, error)
+
+
+def pair(
+    a: Float[np.ndarray, "*rounds seeds n"],
+    b: Float[np.ndarray, "*rounds seeds n"],
+    samples: Int64[np.ndarray, " n"],
+) -> Paired | Late | None:
+    """Either comparison; None where the two sides have too little in common."""
+    if a.shape != b.shape or _measured(a, b, samples).sum() < 2:
+        return None
+    return (compare if a.ndim == 2 else compare_rounds)(a, b, samples)
 
 
 class Late(NamedTuple):
@@ -100,7 +111,7 @@ def compare_rounds(
     A round's accuracies swing by points from one evaluation to the next; their average does not.
     Drawn are seeds and clients as before, the rounds stay together.
     """
-    measured = _measured(a, b, samples)
+    measured = _enough(a, b, samples)
     p, q, n = a[..., measured], b[..., measured], samples[measured]
     seeds, clients = p.shape[1:]
     rows, columns = _draw(seeds, clients, resamples, seed)
@@ -123,10 +134,18 @@ def _measured(
     samples: Int64[np.ndarray, " n"],
 ) -> Bool[np.ndarray, " n"]:
     """Clients that have an accuracy on both sides in every round and seed."""
+    axes = tuple(range(a.ndim - 1))
+    return np.isfinite(a).all(axes) & np.isfinite(b).all(axes) & (samples > 0)
+
+
+def _enough(
+    a: Float[np.ndarray, ...],
+    b: Float[np.ndarray, ...],
+    samples: Int64[np.ndarray, " n"],
+) -> Bool[np.ndarray, " n"]:
     if a.shape != b.shape:
         raise BadInput(f"cannot pair {a.shape} with {b.shape} (seeds, clients)")
-    axes = tuple(range(a.ndim - 1))
-    measured = np.isfinite(a).all(axes) & np.isfinite(b).all(axes) & (samples > 0)
+    measured = _measured(a, b, samples)
     if measured.sum() < 2:
         raise BadInput("fewer than two clients were measured under both methods")
     return measured
