@@ -1,4 +1,4 @@
-"""A report shows what was measured: without own models, validation data, test data, many clients."""
+"""A report shows what was measured: without own models, validation or test data, many clients."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_pictures_of_what_was_measured(tmp_path: Path) -> None:
         "shared": {"evaluate": {"local": False, "every": 1}, "train": {"rounds": 8}},
     }.items():
         (group,) = gather(swept(tmp_path / name, **changes))
-        kinds[name] = {kind: figure for kind, figure in write._figures(group)}
+        kinds[name] = dict(write._figures(group))
     assert kinds["alone"].keys() == {"client_accuracies", "curves", "weights", "partition"}
     assert kinds["shared"].keys() == {*kinds["alone"], "front", "beside_fedavg"}
     titles = [axes.get_title("left") for axes in kinds["shared"]["beside_fedavg"].axes]
