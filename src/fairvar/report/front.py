@@ -79,8 +79,8 @@ def front(
     if outside:
         told = f"{outside} of {len(points)} configurations outside the axes or diverged"
         axes.set_title(told, loc="right", fontsize=6.5, color=DARK)
-    told = f"mean test accuracy over clients (%), {model}" if model else None
-    axes.set(xlabel=told or "mean accuracy over clients (%)", ylabel=VARIANCE)
+    test, of = ("test ", f", {model}") if model else ("", "")
+    axes.set(xlabel=f"mean {test}accuracy over clients (%){of}", ylabel=VARIANCE)
     figure.draw_without_rendering()
     _place_labels(axes, [p for p in kept if p.chosen])
     return figure

@@ -163,7 +163,7 @@ def _measured(
     if asked is not None:
         raise BadInput(f"{where}: the {asked} model was not measured there, the {models[0]} one was"
                        " (evaluate.local measures clients' own models)")  # fmt: skip
-    return replace(criterion, model=models[0])  # type: ignore[arg-type]
+    return replace(criterion, model=models[0])
 
 
 def _first_run(results: Sequence[Result]) -> StoredRun:
