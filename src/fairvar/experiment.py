@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -84,6 +84,31 @@ class Watch:
     progress: Callable[[int, int], None] = lambda done, total: None
     stopping: Callable[[], bool] = lambda: False
     save_every: int | None = None  # rounds; besides, every ten seconds
+
+
+class Deployed(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a run that was deployed: its configuration may tell of data and a model that
+    were not used."""
+
+    nodes: Annotated[int, msgspec.Meta(ge=0)]  # that took part
+    own_data: bool  # the nodes' own files; else parts of the data set that the configuration names
+    own_model: bool  # the app's; else the one that the configuration names
+    model: str  # its class or name
+    parameters: Annotated[int, msgspec.Meta(ge=0)]
+
+    @staticmethod
+    def of(manifest: Mapping[str, Any], where: Path) -> Deployed | None:
+        """From the manifest of a run or summary; None for a simulated one."""
+        passport, birth = manifest["passport"], manifest.get("birth") or manifest["births"][0]
+        if "deployed" not in manifest and str(birth.get("engine")).startswith("flower"):
+            return Deployed(  # stored before this was recorded
+                nodes=passport.get("clients", 0), own_data="sha256" not in passport, own_model=True,
+                model="a model that was not recorded", parameters=0,
+            )  # fmt: skip
+        try:
+            return msgspec.convert(manifest.get("deployed"), Deployed | None)
+        except msgspec.ValidationError as error:
+            raise IntegrityError(f"the manifest of {where}: deployed: {error}") from None
 
 
 def run_folder(config: Config, out: Path) -> Path:
@@ -258,9 +283,11 @@ def run_files(
     more: Mapping[str, bytes] | None = None,
     identity: Identity | None = None,
     group: Sequence[str] = (),
+    deployed: Deployed | None = None,
 ) -> dict[str, bytes]:
     """All that is kept of a run, as the files of its folder. `passport` and `identity`: of data
-    that are not here (nodes keep them); `more` files to seal; `group`: who trained together."""
+    that are not here (nodes keep them); `more` files to seal; `group`: who trained together;
+    `deployed`: what is known of a run whose clients were not simulated."""
     files = {
         **(more or {}),
         "config.toml": config.to_toml().encode(),
@@ -271,7 +298,11 @@ def run_files(
         passport = federation_of(config).passport
     facts = _facts(config, history, passport)
     facts[RECORD] = msgspec.to_builtins(identity or identity_of(config))
-    return with_manifest(files, {**facts, "group": list(group)} if group else facts)
+    if group:
+        facts["group"] = list(group)
+    if deployed is not None:
+        facts["deployed"] = msgspec.to_builtins(deployed)
+    return with_manifest(files, facts)
 
 
 def holds_run(files: Mapping[str, bytes], identity: Identity) -> bool:

@@ -25,12 +25,12 @@ from fairvar import rng
 from fairvar.config import Config
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.experiment import StoredRun, federation_of, final_scores, model_of
+from fairvar.experiment import Deployed, StoredRun, federation_of, final_scores, model_of
 from fairvar.history import History
 from fairvar.identity import identity_of
 from fairvar.report.condensed import ARCHIVE, LIST, Condensed, extract, unpacked, write_list
-from fairvar.report.gather import stored_runs
-from fairvar.store import verify
+from fairvar.report.gather import places, stored_runs
+from fairvar.store import is_complete, verify
 
 
 class Tolerance(NamedTuple):
@@ -87,14 +87,16 @@ class Agreement:
 
 def check_files(folder: Path) -> int:
     """Check every file of every run against its seal; the number of runs and summaries."""
-    runs = stored_runs(folder)
-    for run in runs:
-        verify(run.folder)
-        _check_scores(run, run.history())
-    summaries = list(Condensed.all_in(unpacked(folder)))
-    for summary in summaries:
+    checked = len(stored_runs(folder))
+    for place in places(folder):  # a run may be in an archive and again beside it
+        for path in filter(is_complete, place.iterdir()):
+            verify(path)
+            run = StoredRun.open(path)
+            _check_scores(run, run.history())
+    for summary in Condensed.all_in(unpacked(folder)):
         summary.summary()
-    return len(runs) + len(summaries)
+        checked += 1
+    return checked
 
 
 def _check_scores(run: StoredRun, history: History) -> None:
@@ -121,11 +123,19 @@ def seal_archive(folder: Path) -> tuple[Path, int]:
 
 def draw(runs: Sequence[StoredRun], number: int, seed: int) -> list[StoredRun]:
     """Some of the runs that have something to compare, at random."""
-    alive = [run for run in runs if run.manifest["diverged_at"] is None]
+    here = [run for run in runs if not _elsewhere(run)]
+    alive = [run for run in here if run.manifest["diverged_at"] is None]
     if not alive:
-        raise BadInput("every run diverged: there is nothing to run again")
+        raise BadInput("every run diverged: there is nothing to run again" if here else
+                       "all runs were deployed with data or a model that are not here")  # fmt: skip
     chosen = rng.stream(seed, "verify").permutation(len(alive))[:number]
     return [alive[i] for i in sorted(chosen)]
+
+
+def _elsewhere(run: StoredRun) -> bool:
+    """Deployed with the nodes' own data or the app's own model: neither is here."""
+    deployed = Deployed.of(run.manifest, run.folder)
+    return deployed is not None and (deployed.own_data or deployed.own_model)
 
 
 def rerun(

@@ -24,14 +24,17 @@ import fairvar as fv
 from checks import METHODS, OPTIONS
 from fairvar.archive import pack_checkpoint, unpack_checkpoint
 from fairvar.cli import main
-from fairvar.experiment import StoredRun, federation_of, model_of
-from fairvar.flower import grid, server
+from fairvar.experiment import StoredRun, Watch, federation_of, model_of, run_cell
+from fairvar.flower import client_app, grid, server
 from fairvar.flower.client import node_data
 from fairvar.flower.server import folder_of, run_on
 from fairvar.flower.setup import read_setup
 from fairvar.identity import checkpoint_key
 from fairvar.methods.base import Method
+from fairvar.report.gather import gather
+from fairvar.report.write import group_table
 from fairvar.store import read_checkpoints, write_checkpoint
+from fairvar.verify import draw as draw_runs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower_app"
 DEFAULT = {"model": "multinomial"} | tomllib.loads((EXAMPLE / "pyproject.toml").read_text())[
@@ -175,7 +178,45 @@ def test_nodes_with_their_own_files(tmp_path: Path) -> None:
     assert history.samples["train"].tolist() == [24, 32, 40]
     assert history.samples["test"].tolist() == [3, 4, 5]
     main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report")])
-    assert (tmp_path / "report" / "index.html").exists()
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "own data of 3 nodes, multinomial (14 parameters)" in page
+    # What nobody knows is not told: neither a partition nor its alpha.
+    for guess in ("Dirichlet", "dirichlet", "α", "alpha", "[partition]", "npz, "):
+        assert guess not in page
+    assert (tmp_path / "report" / "table-own-data-of-3-nodes.csv").exists()
+    with pytest.raises(fv.BadInput, match="not here"):
+        draw_runs([stored], 1, 0)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x.flatten(1))
+
+
+def test_a_deployed_run_tells_its_own_model_and_stands_apart(tmp_path: Path) -> None:
+    """The configuration names the usual model and the parts of digits; the app brought its own."""
+    out = tmp_path / "runs"
+    config = run_config(fv.FedAvg(), out, rounds=2)
+    nodes = InProcessGrid(config, {100 + 7 * i: i for i in range(5)})
+    nodes.app = client_app(Net)
+    own = StoredRun.open(run_on(nodes, read_setup(config, Net)))
+    usual = run(config)
+    run_cell(usual.config, out, Watch())  # simulated: the same configuration and seed
+    titles = {group.deployed and group.deployed.model: group_table(group) for group in gather(out)}
+    assert {k: t.title for k, t in titles.items()} == {
+        None: "digits, 5 clients, Dirichlet 0.3, multinomial",
+        "multinomial": "digits, 5 clients, Dirichlet 0.3, multinomial (650 parameters), "
+        "deployed on 5 nodes",
+        "Net": "digits, 5 clients, Dirichlet 0.3, Net (650 parameters), deployed on 5 nodes",
+    }
+    assert [t.rows[0].cells["seeds"] for t in titles.values()] == ["1"] * 3
+    (mine,) = (g for g in gather(out) if g.deployed and g.deployed.own_model)
+    assert "name" not in mine.settings["model"]
+    assert own.config.fingerprint == usual.config.fingerprint
 
 
 def test_a_node_with_a_single_class_takes_part(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from fairvar.cli import main
 from fairvar.config import Config
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.experiment import StoredRun, federation_of, model_of
+from fairvar.experiment import StoredRun, Watch, federation_of, model_of, run_cell
 from fairvar.identity import identity_of
 from fairvar.plan import Plan
 from fairvar.report.condensed import ARCHIVE, LIST, condense, extract, unpacked, write_list
@@ -32,7 +32,17 @@ from fairvar.report.gather import gather, stored_runs
 from fairvar.report.write import write_report
 from fairvar.select import Criterion
 from fairvar.sweep import run_sweep
-from fairvar.verify import NARROW, WIDE, Agreement, Tolerance, compared, draw, rerun, tolerance
+from fairvar.verify import (
+    NARROW,
+    WIDE,
+    Agreement,
+    Tolerance,
+    check_files,
+    compared,
+    draw,
+    rerun,
+    tolerance,
+)
 
 PLAN = {
     "name": "tiny",
@@ -114,9 +124,62 @@ def test_a_choice_that_was_not_kept_is_refused(sweep: Path, small: Path) -> None
         report(small, Criterion(t=0.0, model="global"))
 
 
-def test_summaries_and_runs_of_one_configuration_are_not_mixed(sweep: Path, small: Path) -> None:
+def test_a_summary_gives_way_to_the_runs_behind_it(sweep: Path, small: Path) -> None:
+    both, alone = gather(sweep, small), gather(sweep)
+    assert [[(t.label, t.lr, t.seeds) for t in g.trials] for g in both] == [
+        [(t.label, t.lr, t.seeds) for t in g.trials] for g in alone
+    ]
+
+
+def test_summaries_and_runs_of_one_configuration_are_not_mixed(
+    sweep: Path, small: Path, tmp_path: Path
+) -> None:
+    for run in stored_runs(sweep):
+        if run.config.train.seed == 0:
+            shutil.copytree(run.folder, tmp_path / run.folder.name)
+    sweep = tmp_path
     with pytest.raises(BadInput, match="as a summary and again"):
         gather(sweep, small)
+
+
+def test_an_archive_does_not_hide_the_runs_beside_it(
+    sweep: Path, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Later runs in the folder of an archive: report, verify and compare have all of them."""
+    shutil.copytree(small, tmp_path, dirs_exist_ok=True)
+    before = len(stored_runs(tmp_path))
+    later = replace(stored_runs(sweep)[0].config, train=replace(
+        stored_runs(sweep)[0].config.train, seed=7))  # fmt: skip
+    run_cell(later, tmp_path, Watch())
+    assert len(stored_runs(tmp_path)) == before + 1
+    assert later.fingerprint in {r.config.fingerprint for r in stored_runs(tmp_path)}
+    assert check_files(tmp_path) == check_files(small) + 1
+    damaged = tmp_path / later.fingerprint[:16] / "config.toml"
+    damaged.write_bytes(damaged.read_bytes() + b"#")
+    with pytest.raises(SystemExit) as end:
+        main(["verify", str(tmp_path)])
+    assert end.value.code == 4
+    assert "was changed after it was written" in capsys.readouterr().err
+
+
+def test_archives_go_into_a_folder_of_their_own(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["condense", str(sweep), "--out", str(sweep)])
+    assert end.value.code == 2
+    assert "a folder of its own" in capsys.readouterr().err
+    assert not (sweep / ARCHIVE).exists()
+
+
+def test_an_archive_among_its_own_runs_changes_nothing(sweep: Path, tmp_path: Path) -> None:
+    """As earlier versions could leave it behind."""
+    shutil.copytree(sweep, tmp_path, dirs_exist_ok=True)
+    condense(gather(sweep), tmp_path)
+    one, two = ([[(t.label, t.lr, t.seeds) for t in g.trials] for g in gather(f)]
+                for f in (sweep, tmp_path))  # fmt: skip
+    assert one == two
+    assert len(stored_runs(tmp_path)) == len(stored_runs(sweep))
 
 
 def test_the_model_was_not_kept_and_says_so(small: Path) -> None:

@@ -240,7 +240,7 @@ def report(
     """
     from fairvar.plugin import load_plugin
     from fairvar.progress import progress
-    from fairvar.report.gather import gather, stored_runs
+    from fairvar.report.gather import gather
     from fairvar.report.look import require_matplotlib
     from fairvar.report.write import write_report
     from fairvar.store import check_writable
@@ -248,11 +248,10 @@ def report(
     load_plugin(plugin)
     require_matplotlib()
     target, rule = out or folder / "report", selection_rule(t, m, unit, model)
-    stored_runs(folder)  # bad input writes nothing
-    check_writable(target)
     with progress("report") as show:
         show(0, 1, "reading runs")
-        groups = gather(folder, rule=rule)
+        groups = gather(folder, rule=rule, model=model)
+        check_writable(target)  # bad input writes nothing
         tables, files = write_report(groups, target, title or f"fairvar: {groups[0].config.name}")
         show(1, 1, "done")
     show_report(tables, files, json)

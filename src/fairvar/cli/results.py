@@ -45,10 +45,12 @@ def condense(
     from fairvar.progress import progress
     from fairvar.report.condensed import condense as write
     from fairvar.report.gather import gather
-    from fairvar.store import check_writable
+    from fairvar.store import check_writable, is_complete
 
     if not folders:
         raise BadInput("give at least one folder of runs")
+    if out.is_dir() and any(map(is_complete, out.iterdir())):
+        raise BadInput(f"{out} holds the runs themselves; give the archive a folder of its own")
     load_plugin(plugin)
     rule = selection_rule(t, m, unit)
     with progress("condense") as report:

@@ -26,6 +26,7 @@ from fairvar.engine.state import DoesNotFit, State
 from fairvar.engine.train import Checkpoint
 from fairvar.errors import BadInput, IntegrityError, RunFailed
 from fairvar.experiment import (
+    Deployed,
     StoredRun,
     federation_of,
     record_federation,
@@ -137,10 +138,24 @@ def _store(setup: Setup, folder: Path, history: History, notes: Notes) -> None:
         "rounds.csv": _participants(notes.rounds),
         "federation.json": _terms(setup, history.rounds),
     }
-    store_run(folder, run_files(setup.config, history, passport, more, _identity(setup)))
+    files = run_files(setup.config, history, passport, more, _identity(setup),
+                      deployed=_deployed(setup, history))  # fmt: skip
+    store_run(folder, files)
     if cut := sum(bool(note.limited) for note in notes.rounds):
         LOG.warning("federation.weight_cap = %s cut a client's weight in %s of %s rounds, "
                     "see rounds.csv", setup.rules.weight_cap, cut, len(notes.rounds))  # fmt: skip
+
+
+def _deployed(setup: Setup, history: History) -> Deployed:
+    """What is known of the run, for reports: the server sees neither data nor their partition."""
+    model, told = setup.agreed.model, history.samples.get("train")
+    return Deployed(
+        nodes=0 if told is None else int((told > 0).sum()),
+        own_data=setup.own_data,
+        own_model=setup.own_model,
+        model=type(model).__name__ if setup.own_model else setup.config.model.name,
+        parameters=sum(leaf.numel() for leaf in history.state.params.values()),
+    )
 
 
 def _transport(grid: Grid, setup: Setup) -> GridTransport:

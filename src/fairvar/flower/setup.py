@@ -87,6 +87,7 @@ def read_setup(run_config: Mapping[str, Any], model: Model | None = None) -> Set
         # Scores of clients' own models would travel beside the masked ones, in the clear.
         unseen = msgspec.structs.replace(agreed.evaluate, local=False)
         agreed = replace(agreed, evaluate=unseen)
+        config = msgspec.structs.replace(config, evaluate=unseen)
     return Setup(
         config=config,
         rules=rules,

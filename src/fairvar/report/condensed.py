@@ -194,6 +194,8 @@ def _summary_files(group: Group, trial: Trial) -> dict[str, bytes]:
         "last": {model: list(two) for model, two in summary.last.items()},
         "births": [dict(birth) for birth in summary.births],
     }
+    if group.deployed is not None:
+        facts["deployed"] = to_builtins(group.deployed)
     files = {"config.toml": config.to_toml().encode(), "curves.safetensors": save(tensors)}
     return _within(f"{SUMMARIES}/{identity.name}", with_manifest(files, facts))
 

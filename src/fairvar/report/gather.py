@@ -12,11 +12,11 @@ from fairvar.archive import condensed_history
 from fairvar.config import Config
 from fairvar.data import Dirichlet
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.experiment import StoredRun, recorded_federation
+from fairvar.experiment import Deployed, StoredRun, recorded_federation
 from fairvar.identity import group_key, trial_key
 from fairvar.methods import METHODS
 from fairvar.report.condensed import Condensed, unpacked
-from fairvar.report.results import Result, choose
+from fairvar.report.results import Result, choose, validated
 from fairvar.report.trial import Summary, Trial
 from fairvar.select import Criterion
 from fairvar.store import is_complete, read_sealed
@@ -37,16 +37,57 @@ class Group:
     trials: Sequence[Trial]
     results: Sequence[Result]
     data: str = ""  # start of the data's SHA-256, where the same name stands for several data sets
+    deployed: Deployed | None = None  # None: simulated
+
+    @property
+    def own_data(self) -> bool:
+        """Nodes' own files: their configuration tells nothing about them."""
+        return self.deployed is not None and self.deployed.own_data
 
     @property
     def alpha(self) -> float | None:
         partition = self.config.partition
-        return partition.alpha if isinstance(partition, Dirichlet) else None
+        return None if self.own_data or not isinstance(partition, Dirichlet) else partition.alpha
 
     @property
     def dataset(self) -> str:
-        name = self.config.data.name
-        return f"{name} [{self.data}]" if self.data else name
+        return f"{self.source} [{self.data}]" if self.data else self.source
+
+    @property
+    def source(self) -> str:
+        """The name of the data set, or whose data they were."""
+        if self.deployed is not None and self.deployed.own_data:
+            return f"own data of {self.deployed.nodes} nodes"
+        return self.config.data.name
+
+    @property
+    def kind(self) -> list[str]:
+        """What beside data set and alpha tells federations apart, where it is not the usual."""
+        deployed = ["deployed"] if self.deployed is not None and not self.own_data else []
+        return deployed + [self.config.protocol] * (self.config.protocol != "boxes")
+
+    @property
+    def model(self) -> str:
+        if self.deployed is None:
+            return self.config.model.name
+        size = self.deployed.parameters
+        return self.deployed.model + (f" ({size:,} parameters)" if size else "")
+
+    @property
+    def validated(self) -> bool:
+        """Whether there were validation data to choose by."""
+        return validated(self.trials, self.criterion.model)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration of one run, without what a deployed run did not use."""
+        values = self.config.to_dict()
+        if self.own_data:
+            del values["partition"]
+            values["data"] = {k: values["data"][k] for k in ("name", "clients", "seed", "split")}
+        if self.deployed is not None and self.deployed.own_model:
+            del values["model"]["name"]
+        return values
 
     @property
     def births(self) -> list[Mapping[str, Any]]:
@@ -58,17 +99,27 @@ def stored_runs(folder: Path) -> list[StoredRun]:
     """Every finished run below a folder, in a fixed order."""
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder; give the one that `fairvar sweep` wrote")
-    folder = unpacked(folder)
-    found = [StoredRun.open(path) for path in sorted(folder.iterdir()) if is_complete(path)]
-    if not found:
+    # Where an archive and a folder beside it hold the same run, the folder has more of it.
+    paths = [path for place in reversed(places(folder)) for path in sorted(place.iterdir())
+             if is_complete(path)]  # fmt: skip
+    if not paths:
         raise BadInput(f"{folder} holds no finished run yet; run `fairvar sweep` first")
-    return found
+    found = _each_once(StoredRun.open(path) for path in paths)
+    return sorted(found, key=lambda run: run.folder.name)
 
 
-def gather(*folders: Path, rule: Rule = lambda config: config.select) -> list[Group]:
+def places(folder: Path) -> list[Path]:
+    """Where the runs of a folder lie: in its archive, if it has one, and beside it."""
+    return list(dict.fromkeys([unpacked(folder), folder]))
+
+
+def gather(
+    *folders: Path, rule: Rule = lambda config: config.select, model: str | None = None
+) -> list[Group]:
     """Group by federation, then by configuration (seeds together), and choose on validation.
 
-    `rule`: how to choose in a group, from its configuration."""
+    `rule`: how to choose in a group, from its configuration. `model`: no other than this one will
+    do; else the one that was measured."""
     pieces: list[Piece] = [
         *_each_once(run for folder in folders for run in stored_runs(folder)),
         *_distinct(s for folder in folders for s in Condensed.all_in(unpacked(folder))),
@@ -76,9 +127,12 @@ def gather(*folders: Path, rule: Rule = lambda config: config.select) -> list[Gr
     versions = _versions(pieces)
     groups: dict[str, list[Piece]] = {}
     for piece in pieces:
-        # The same configuration on other data (half of CIFAR-100, say) is another federation.
-        groups.setdefault(group_key(piece.config, piece.identity), []).append(piece)
-    found = [_group(pieces, rule, versions) for pieces in groups.values()]
+        # The same configuration on other data (half of CIFAR-100, say) is another federation. So is
+        # a deployment, whose clients and model need not be those of the configuration.
+        there = Deployed.of(piece.manifest, piece.folder)
+        known = "" if there is None else str((there.own_data, there.model, there.parameters))
+        groups.setdefault(group_key(piece.config, piece.identity) + known, []).append(piece)
+    found = [_group(pieces, rule, versions, model) for pieces in groups.values()]
     order = sorted(found, key=lambda g: (g.dataset, g.config.protocol, g.alpha or 0.0))
     return _told_apart(order)
 
@@ -138,18 +192,20 @@ def _told_apart(groups: Sequence[Group]) -> list[Group]:
 
 def _named(group: Group) -> tuple[Any, ...]:
     """What titles tell of a federation."""
-    config = group.config
-    return group.dataset, config.protocol, group.alpha, config.data.clients, config.model.name
+    return group.source, *group.kind, group.alpha, group.config.data.clients, group.model
 
 
 def _group(
-    pieces: Sequence[Piece], rule: Rule, versions: Mapping[tuple[str, Variant], str]
+    pieces: Sequence[Piece],
+    rule: Rule,
+    versions: Mapping[tuple[str, Variant], str],
+    asked: str | None,
 ) -> Group:
     cells: dict[str, list[Piece]] = {}
     for piece in pieces:
         cells.setdefault(trial_key(piece.config, piece.identity), []).append(piece)
     trials = sorted((_trial(members, versions) for members in cells.values()), key=_trial_order)
-    criterion = rule(pieces[0].config)
+    criterion = _measured(trials, rule(pieces[0].config), asked, pieces[0].config)
     results = choose(trials, criterion)
     first = _first_run(results)
     return Group(
@@ -159,7 +215,28 @@ def _group(
         recorded_federation(first),
         trials,
         results,
+        deployed=Deployed.of(first.manifest, first.folder),
     )
+
+
+def _measured(
+    trials: Sequence[Trial], criterion: Criterion, asked: str | None, config: Config
+) -> Criterion:
+    """By a model that was measured: clients' own models need not be (evaluate.local)."""
+    alive = [trial for trial in trials if not trial.diverged]
+    models = [m for m in ("global", "local") if all(m in trial.models for trial in alive)]
+    if criterion.model in models:
+        return criterion
+    where = f"{config.data.name}, {config.protocol}"
+    if not models:
+        raise BadInput(
+            f"{where}: no test accuracy was measured, and a report shows no other: run a "
+            'classifier with evaluate.splits = ["valid", "test"] and a test part in data.split'
+        )
+    if asked is not None:
+        raise BadInput(f"{where}: the {asked} model was not measured there, the {models[0]} one was"
+                       " (evaluate.local measures clients' own models)")  # fmt: skip
+    return with_fields(criterion, model=models[0])
 
 
 def _first_run(results: Sequence[Result]) -> StoredRun:
@@ -174,7 +251,10 @@ def _first_run(results: Sequence[Result]) -> StoredRun:
 
 def _trial(members: Sequence[Piece], versions: Mapping[tuple[str, Variant], str]) -> Trial:
     runs = [m for m in members if isinstance(m, StoredRun)]
-    summaries = [m for m in members if isinstance(m, Condensed)]
+    seeds = {run.config.train.seed for run in runs}
+    # A summary tells nothing more where all its runs are there.
+    summaries = [m for m in members if isinstance(m, Condensed)
+                 and not seeds.issuperset(b["seed"] for b in m.manifest["births"])]  # fmt: skip
     if len(summaries) > 1 or (runs and summaries):
         raise BadInput(
             f"{summaries[0].config.method.label}, lr {summaries[0].config.train.lr:g} is there as "

@@ -39,7 +39,7 @@ class Summary:
                 np.stack([h.accuracy[split, model].numpy() for h in histories])
             )
             for split, model in first.accuracy
-            if split in ("valid", "test")
+            if split in ("valid", "test") and all((split, model) in h.accuracy for h in histories)
         }
         return Summary(
             first.evaluated.tolist(),
@@ -96,6 +96,16 @@ class Trial:
     @property
     def seeds(self) -> list[int]:
         return [int(birth["seed"]) for birth in self.summary.births]
+
+    @property
+    def models(self) -> list[str]:
+        """Those whose test accuracy was measured; none if a seed diverged."""
+        return list(self.summary.last)
+
+    def validated(self, model: str) -> bool:
+        """Whether any client validated this model."""
+        curve = self.summary.valid.get(model)
+        return curve is not None and bool(np.isfinite(curve.mean).any())
 
     def validation(self, model: str) -> Validation:
         """The part of the trial that selection may see."""
