@@ -129,8 +129,7 @@ def _receive(
 ) -> tuple[Sent, Tensor | None]:
     """What the clients get before they train, and the losses if the server needs them by then."""
     full, loss = None, None
-    needs_loss = method.uses_losses or method.uses_mean_loss
-    forward = None
+    forward, needs_loss = None, method.needs_losses
     if method.probes or (needs_loss and takes_batch_losses(run, method)):
         forward = PooledPass(run, state, batches, [run.share] if method.probes else None)
     if needs_loss:

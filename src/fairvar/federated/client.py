@@ -85,7 +85,7 @@ class Client:
         method, sent = run.method.at_round(t), self._model(request)
         reports = run.method.reports_gradient and not method.probes
         loss, gradient = None, None
-        if sends_loss(method) or reports:
+        if method.needs_losses or reports:
             loss, gradient, _ = self._look(request, sent)
         a = torch.tensor(request.numbers.get(MEAN_LOSS, 0.0), dtype=torch.float64)
         g = self._arrays(request, GRADIENT) or None
