@@ -237,8 +237,7 @@ def prepare(
     """All that happens once. For those who drive the rounds themselves, such as the benchmark.
     `alone`: on the reference loop, for one client or none."""
     data = on_device(federation, _device(settings.device), getattr(torch, settings.dtype))
-    half = settings.precision == "bfloat16"
-    task = make_task(model, data, loss, settings.seed, half, alone)
+    task = make_task(model, data, loss, settings, method.uses_curvature, alone)
     run = _make_run(task, data, method, settings)
     prepared = Prepared(run, choose_path(run, settings.engine))
     if wants_capture(settings, run) and prepared.path != "reference":
@@ -281,9 +280,12 @@ def choose_path(run: Run, engine: str) -> str:
         (method.uses_curvature, "curvature"),
         (method.uses_norms, "norms of client updates"),
         (run.clip_norm is not None, "clip_norm"),
+        (task.moving_buffers, "buffers that change in training"),
     ]
     found = [why for applies, why in needs if applies]
-    blockable = run.schedule.one_step and not (norms and method.uses_curvature)
+    bends = method.uses_curvature and not norms and task.reverse_over_forward
+    blockable = run.schedule.one_step and not task.moving_buffers
+    blockable &= bends or not method.uses_curvature
     if engine == "pooled" and found:
         raise BadInput(f'engine="pooled" cannot do {" and ".join(found)}; use "auto"')
     if engine == "blocked" and not blockable:

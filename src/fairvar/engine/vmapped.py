@@ -95,7 +95,8 @@ def vmapped_round(run: Run, state: State, t: int, observe: Observer | None = Non
     sums = TileSums()
     norms, own, batch_loss = (torch.zeros_like(run.share) for _ in range(3))
     for chunk in run.chunks():
-        trained = train_clients(run, state, sent, batches, chunk)
+        with run.kernels():
+            trained = train_clients(run, state, sent, batches, chunk)
         if observe is not None:
             observe(trained)
         places = run.cohort.order_on_device[slice(*chunk)]

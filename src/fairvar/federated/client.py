@@ -90,7 +90,7 @@ class Client:
         a = torch.tensor(request.numbers.get(MEAN_LOSS, 0.0), dtype=torch.float64)
         g = self._arrays(request, GRADIENT) or None
         module, _ = own.train(run, method, sent, t, self.number, loss, a.to(run.device), g)
-        params, buffers = own.params_of(run, module), own.buffers_of(module)
+        params, buffers = own.params_of(run, module), own.buffers_of(run, module)
         scores = self._scores(params, buffers) if request.numbers.get(SCORE) else {}
         kept = gradient if reports else None
         arrays = grouped(**{MODEL: params, BUFFERS: buffers, GRADIENT: kept})
