@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairvar.errors import BadInput
 from fairvar.methods.base import Memory, Method
 from fairvar.tree import Tree, add, scale, subtract, zeros_like
 
@@ -24,6 +25,7 @@ class State:
     mean_loss: Tensor  # a: zero until the first report
     mean_gradient: Tree | None  # g for the next round, where a method uses the previous one
     iterate: Tree | None = None  # x^t, where the resulting model is an average of iterates
+    made_by: str = ""  # the method's label; not stored
 
     def to(self, device: torch.device | str) -> State:
         return self.map(lambda leaf: leaf.to(device))
@@ -42,6 +44,7 @@ class State:
             function(self.mean_loss),
             each(self.mean_gradient),
             each(self.iterate),
+            self.made_by,
         )
 
     def tensors(self) -> list[Tensor]:
@@ -110,7 +113,46 @@ def initial_state(method: Method, params: Tree, buffers: Tree, clients: int) -> 
         mean_loss=torch.zeros((), dtype=torch.float64, device=some.device),
         mean_gradient=zeros_like(params) if method.reports_gradient else None,
         iterate=params if method.averages_iterates else None,
+        made_by=method.label,
     )
+
+
+def check_state(state: State, fresh: State, clients: int) -> None:
+    """Refuse a state that a run which would start from `fresh` cannot continue."""
+    if not state.params:
+        raise BadInput("the state holds no model: the run was condensed; run it again")
+    if _shapes(state.params) != _shapes(fresh.params):
+        raise BadInput("the state is one of another model: its parameters "
+                       + _difference(state.params, fresh.params))  # fmt: skip
+    if _shapes(state.buffers) != _shapes(fresh.buffers):
+        raise BadInput("the state is one of another model: its buffers "
+                       + _difference(state.buffers, fresh.buffers))  # fmt: skip
+    owner, asked = state.made_by or "another method", fresh.made_by
+    way = (
+        f"continue it with {state.made_by or 'the method that made it'}, or load its model into a "
+        "module and train that without state"
+    )
+    groups = ("memory", "mean_gradient", "iterate")
+    names = [{f: set(getattr(s, f) or {}) for f in groups} for s in (state, fresh)]
+    if names[0] != names[1] or (state.memory and state.made_by not in ("", asked)):
+        raise BadInput(f"the state is one of {owner}, which {asked} cannot continue; {way}")
+    if _shapes(state.memory) != _shapes(fresh.memory):
+        raise BadInput(f"the state remembers other clients than the {clients} of this federation: "
+                       f"its memory {_difference(state.memory, fresh.memory)}")  # fmt: skip
+
+
+def _shapes(tree: Tree) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (leaf.shape, leaf.dtype) for name, leaf in tree.items()}
+
+
+def _difference(found: Tree, wanted: Tree) -> str:
+    """The first name that differs."""
+    for name in sorted({*found, *wanted}):
+        told = [f"{tuple(t[name].shape)} {t[name].dtype}" if name in t else "missing"
+                for t in (found, wanted)]  # fmt: skip
+        if told[0] != told[1]:
+            return f"differ: {name} is {told[0]}, not {told[1]}"
+    return "differ"
 
 
 def advance(state: State, outcome: Outcome, rounds: Tensor | None = None) -> State:
@@ -129,4 +171,5 @@ def advance(state: State, outcome: Outcome, rounds: Tensor | None = None) -> Sta
         mean_loss=outcome.mean_loss,
         mean_gradient=outcome.mean_gradient,
         iterate=x if averaged else None,
+        made_by=state.made_by,
     )
