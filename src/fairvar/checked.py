@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import msgspec
 
-from fairvar.errors import BadInput, suggestion
+from fairvar.errors import BadInput, shown, suggestion
 
 # inf passes "greater than zero", so every number has an upper bound too.
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
@@ -35,7 +35,7 @@ class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 where = f"{self.__where__ or type(self).__name__}.{name}"
                 choices = map(str, get_args(kind)) if get_origin(kind) is Literal else None
                 reason = suggestion(value, choices) if choices else _plain(error)
-                raise BadInput(f"{where} = {value!r}: {reason}") from None
+                raise BadInput(f"{where} = {shown(value)}: {reason}") from None
             msgspec.structs.force_setattr(self, name, value)
         self.check()
 

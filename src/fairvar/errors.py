@@ -30,6 +30,12 @@ class IntegrityError(FairvarError):
     exit_code = 4
 
 
+def shown(value: object) -> str:
+    """A value in a message: its repr on one line, cut where it is long (tensors, federations)."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def suggestion(name: object, known: Iterable[str]) -> str:
     """The nearest known name, and all of them."""
     names = sorted(known)
@@ -40,4 +46,4 @@ def suggestion(name: object, known: Iterable[str]) -> str:
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> BadInput:
     """The error for a name that is not in a list."""
-    return BadInput(f"unknown {kind} {name!r}: {suggestion(name, known)}")
+    return BadInput(f"unknown {kind} {shown(name)}: {suggestion(name, known)}")

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
-from fairvar.errors import BadInput
+from fairvar.errors import BadInput, shown
 
 SPLITS = ("train", "valid", "test")
 
@@ -58,7 +58,9 @@ class Split:
         return Split(move(self.x), move(self.y), self.counts)
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity: two data sets are hardly ever equal
+@dataclass(
+    frozen=True, eq=False, repr=False
+)  # compared by identity: two data sets are hardly ever equal
 class Federation:
     """All clients' data. `passport` tells where the partition came from, if it was drawn."""
 
@@ -68,6 +70,10 @@ class Federation:
     name: str = "arrays"
     classes: int | None = None  # None: regression
     passport: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        held = ", ".join(f"{len(split.y)} {part}" for part, split in self.splits.items())
+        return f"<Federation {self.name}: {self.clients} clients, {held}>"
 
     @property
     def clients(self) -> int:
@@ -129,9 +135,9 @@ class Federation:
 def _check_facts(classes: object, name: object, passport: object) -> None:
     count = isinstance(classes, int) and not isinstance(classes, bool) and classes >= 1
     if classes is not None and not count:
-        raise BadInput(f"classes = {classes!r}: give the number of classes, or leave it out")
+        raise BadInput(f"classes = {shown(classes)}: give the number of classes, or leave it out")
     if not isinstance(name, str):
-        raise BadInput(f"name = {name!r}: give a string")
+        raise BadInput(f"name = {shown(name)}: give a string")
     if not isinstance(passport, Mapping | None):
         raise BadInput(f"passport must be a dict, not {type(passport).__name__}")
 

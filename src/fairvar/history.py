@@ -14,7 +14,7 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from fairvar.engine.state import State
-from fairvar.errors import BadInput
+from fairvar.errors import BadInput, shown
 from fairvar.federation import SPLITS
 from fairvar.methods.base import Method
 from fairvar.metrics import Fairness, fairness
@@ -112,16 +112,17 @@ class History:
     def _why_not(self, quantity: str, key: object) -> str:
         """Why a table is not there."""
         there = getattr(self, quantity)
-        if not (isinstance(key, tuple) and len(key) == 2):
-            return f'{quantity}[{key!r}]: give (split, model), for example ("test", "global")'
+        named = isinstance(key, tuple) and all(isinstance(part, str) for part in key)
+        if not (isinstance(key, tuple) and named and len(key) == 2):
+            return f'{quantity}[{shown(key)}]: give (split, model), for example ("test", "global")'
         split, model = key
-        start = f"no {quantity} of the {model} model on {split!r}"
+        start = f"no {quantity} of the {model} model on {shown(split)}"
         if split not in SPLITS or model not in MODELS:
             return f"{start}: splits are {', '.join(SPLITS)}, models {', '.join(MODELS)}"
         if self.divergence and not len(self.evaluated):
             return f"{start}: {self.divergence}"
         if quantity == "accuracy" and not self.classifies:
-            return f"{start}: the targets are no labels (regression has no accuracy); see evaluated_loss"
+            return f"{start}: regression has no accuracy, only labels have; see evaluated_loss"
         if self.samples and split not in self.samples:
             return f"{start}: the federation has no {split} data; give {split}=… where it is made"
         if model == "local" and (split, "global") in there:
@@ -140,9 +141,11 @@ class History:
 
     def fairness(self, split: str = "test", model: str = "global", at: int = -1) -> Fairness:
         """The fairness of client accuracies at one evaluated round (the last by default)."""
+        if not (isinstance(split, str) and isinstance(model, str)):
+            raise BadInput(self._why_not("accuracy", (split, model)))
         table = self.accuracy[split, model]
         if not isinstance(at, int) or not -len(table) <= at < len(table):
-            raise BadInput(f"at = {at!r}: there are {len(table)} evaluations; -1 is the last")
+            raise BadInput(f"at = {shown(at)}: there are {len(table)} evaluations; -1 is the last")
         return fairness(table[at], self.samples[split])
 
     def to_frame(self) -> Frame:

@@ -12,7 +12,6 @@ from msgspec import structs
 from test_engines import TOLERANCE_64, WORK, paths, run
 from torch import Tensor
 
-import fairvar as fv
 from checks import distance, images
 from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
@@ -83,7 +82,9 @@ def test_every_path(model: str, method: Method, work: str) -> None:
 def test_some_clients_and_captured_rounds(method: Method) -> None:
     for more in ({"participants": 4}, {"capture": True}):
         for model, path in (("multinomial", "vmapped"), ("cnn", "auto")):
-            expected = run(model, method, "reference", "epoch", participants=more.get("participants"))
+            expected = run(
+                model, method, "reference", "epoch", participants=more.get("participants")
+            )
             gaps = distance(run(model, method, path, "epoch", **more), expected)
             assert max(gaps.values()) <= TOLERANCE_64, (more, model, gaps)
 
@@ -93,7 +94,9 @@ def test_runs_trained_together(method: Method) -> None:
     data, when = images(10), EvaluateSettings(every=1)
     settings = TrainSettings(rounds=3, dtype="float64", batch_size=4, local_epochs=1)
     members = [Member("multinomial", method, structs.replace(settings, lr=lr)) for lr in (0.1, 0.2)]
-    for member, found in zip(members, train_grid(members, data, "cross_entropy", when), strict=True):
+    for member, found in zip(
+        members, train_grid(members, data, "cross_entropy", when), strict=True
+    ):
         expected = run("multinomial", method, "reference", "epoch", lr=member.settings.lr,
                        evaluate_every=1)  # fmt: skip
         assert max(distance(found, expected).values()) <= TOLERANCE_64
@@ -110,9 +113,7 @@ def test_a_federation_of_nodes(method: Method) -> None:
         transport = LocalTransport(local_clients(agreed, data))
         found = federate(agreed, FederationSettings(), transport).history
         expected = run("multinomial", method, "reference", work, data=data)
-        gap = max(
-            float((found.model[k] - v).norm() / v.norm()) for k, v in expected.model.items()
-        )
+        gap = max(float((found.model[k] - v).norm() / v.norm()) for k, v in expected.model.items())
         assert gap <= TOLERANCE_64
         assert bool(found.ascended.isnan().all())  # only the clients know
 

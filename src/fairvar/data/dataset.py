@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float32, Integer, Shaped, UInt8
 
-from fairvar.errors import BadInput
+from fairvar.errors import BadInput, shown
 
 BLOCK = 2048  # samples converted at a time, so that no second copy of a whole set ever exists
 
@@ -78,13 +78,16 @@ class Dataset:
 
     def _take_arrays(self) -> None:
         """Lists and tensors as arrays; other kinds of things are refused."""
-        if not isinstance(self.name, str):
-            raise BadInput(f"name = {self.name!r}: give the data set a name as a string")
+        for field in ("name", "sha256", "provenance"):
+            if not isinstance(getattr(self, field), str):
+                raise BadInput(f"{field} = {shown(getattr(self, field))}: give a string")
         whole = isinstance(self.classes, int | np.integer) and not isinstance(self.classes, bool)
         if not whole or self.classes < 1:
-            raise BadInput(f"data set {self.name}: classes = {self.classes!r}; give their number")
+            raise BadInput(
+                f"data set {self.name}: classes = {shown(self.classes)}; give their number"
+            )
         if not isinstance(self.scale, Scale | None):
-            raise BadInput(f"data set {self.name}: scale must be a Scale, not {self.scale!r}")
+            raise BadInput(f"data set {self.name}: scale must be a Scale, not {shown(self.scale)}")
         for name in ("x", "y", "pool_x", "pool_y", "groups"):
             value = getattr(self, name)
             if value is None and name not in ("x", "y"):
@@ -95,7 +98,7 @@ class Dataset:
             except (TypeError, ValueError, RuntimeError) as error:
                 raise BadInput(f"data set {self.name}: {name} is no array ({error})") from None
             if array.ndim == 0:
-                raise BadInput(f"data set {self.name}: {name} is {value!r}; give an array")
+                raise BadInput(f"data set {self.name}: {name} is {shown(value)}; give an array")
             object.__setattr__(self, name, array)
 
     def _check(self, part: str, x: np.ndarray, y: np.ndarray) -> None:

@@ -18,7 +18,7 @@ from fairvar.data.dataset import Dataset
 from fairvar.data.partition import Assignment, Dirichlet, Natural, Partition
 from fairvar.data.passport import passport
 from fairvar.data.subsample import check_part, subsample
-from fairvar.errors import BadInput, unknown
+from fairvar.errors import BadInput, shown, unknown
 from fairvar.federation import SPLITS, Federation, Split
 
 Holdout = Literal["auto", "split", "pool"]
@@ -64,7 +64,7 @@ def load_federation(
     if not isinstance(name, str) or name not in DATASET_NAMES:
         raise unknown("data set", name, DATASET_NAMES)
     if not isinstance(root, str | Path | None):
-        raise BadInput(f"root = {root!r}: give the path of a folder or file")
+        raise BadInput(f"root = {shown(root)}: give the path of a folder or file")
     _check_wishes(clients, partition, seed, split, holdout, pool_samples, fraction, samples)
     data: Dataset | Federation
     if name in sources.SOURCES:
@@ -158,13 +158,13 @@ def _check_wishes(
         optional = name == "samples" and value is None
         whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if not optional and not (whole and value >= least):  # type: ignore[operator]
-            raise BadInput(f"{name} = {value!r}: give a whole number, at least {least}")
-    if not isinstance(partition, get_args(Partition) + (NoneType,)):
-        raise BadInput(f"partition = {partition!r}: {PARTITION}")
+            raise BadInput(f"{name} = {shown(value)}: give a whole number, at least {least}")
+    if not isinstance(partition, (*get_args(Partition), NoneType)):
+        raise BadInput(f"partition = {shown(partition)}: {PARTITION}")
     if not isinstance(holdout, str) or holdout not in get_args(Holdout):
         raise unknown("holdout", holdout, get_args(Holdout))
     if not isinstance(fraction, int | float) or isinstance(fraction, bool):
-        raise BadInput(f"fraction = {fraction!r}: give a number above 0 and at most 1")
+        raise BadInput(f"fraction = {shown(fraction)}: give a number above 0 and at most 1")
     check_part(fraction, samples)  # type: ignore[arg-type]
     _checked_split(split)
 
@@ -172,8 +172,8 @@ def _check_wishes(
 def _checked_split(split: Any) -> tuple[float, float, float]:
     numbers = isinstance(split, tuple | list) and all(isinstance(s, int | float) for s in split)
     if not numbers or len(split) != 3:
-        raise BadInput(f"split = {split!r}: give the shares of train, valid and test, for example "
-                       "(0.8, 0.1, 0.1)")  # fmt: skip
+        raise BadInput(f"split = {shown(split)}: give the shares of train, valid and test, for "
+                       "example (0.8, 0.1, 0.1)")  # fmt: skip
     train, valid, test = split
     if not (train > 0 and min(valid, test) >= 0 and abs(train + valid + test - 1) < 1e-6):
         raise BadInput(f"split = {split}: the shares of train, valid and test must be at least 0 "

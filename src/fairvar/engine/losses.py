@@ -85,7 +85,11 @@ def _check_prediction(loss: LossFunction, outputs: Tensor, classes: int) -> None
     fits = width >= classes if loss is cross_entropy else width == classes > 1
     if fits:
         return
-    found = f"{width} outputs" if width else f"outputs of shape {tuple(outputs.shape[1:])}"
+    found = (
+        f"{width} output{'s' * (width > 1)}"
+        if width
+        else f"outputs of shape {tuple(outputs.shape[1:])}"
+    )
     way = f"make the last layer {max(classes, 2)} wide"
     if loss is not cross_entropy and width > classes:
         way += f", or say classes = {width} where the federation is made"

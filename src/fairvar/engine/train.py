@@ -40,7 +40,7 @@ from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.state import Outcome, State, advance, check_state, initial_state
 from fairvar.engine.task import Task, make_task
 from fairvar.engine.vmapped import Observer, vmapped_round
-from fairvar.errors import BadInput
+from fairvar.errors import BadInput, shown
 from fairvar.federation import Federation
 from fairvar.history import History, Tables
 from fairvar.methods.base import Method
@@ -112,9 +112,9 @@ def train(
             "with Federation.from_arrays([(x, y), …]) from one pair per client"
         )
     if not isinstance(method, Method):
-        raise BadInput(f"method must be a fairvar Method such as FedAvg(), not {method!r}")
+        raise BadInput(f"method must be a fairvar Method such as FedAvg(), not {shown(method)}")
     if not (progress is None or isinstance(progress, bool) or callable(progress)):
-        raise BadInput(f"progress = {progress!r}: give True or a function of (done, in all)")
+        raise BadInput(f"progress = {shown(progress)}: give True or a function of (done, in all)")
     settings = TrainSettings(
         rounds=rounds,
         lr=lr,
@@ -147,7 +147,9 @@ def train(
 
 def _checked_start(state: object, rounds: int) -> Checkpoint:
     if not isinstance(state, State):
-        raise BadInput(f"state must be the `state` of an earlier history, not {type(state).__name__}")
+        raise BadInput(
+            f"state must be the `state` of an earlier history, not {type(state).__name__}"
+        )
     if state.round >= rounds:
         raise BadInput(
             f"rounds = {rounds}, but the state has {state.round} rounds behind it, which count: "
@@ -444,6 +446,6 @@ def _device(device: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise BadInput(
-            f'device {str(device)!r} cannot be used here ({reason}); try "cpu"'
+            f'device {shown(device)} cannot be used here ({reason}); try "cpu"'
         ) from None
     return found

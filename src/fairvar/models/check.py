@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-from fairvar.errors import BadInput
+from fairvar.errors import BadInput, shown
 from fairvar.models.norm import SWAPPED, PlainBatchNorm, call, sample_weight_names, swap_batch_norm
 from fairvar.models.twice import hessian_product, twice_differentiable
 from fairvar.tree import Tree, scale, stack
@@ -63,6 +63,9 @@ def check_model(
     `curvature`: also its second derivatives are tried, which FairGrad needs and no other method.
     """
     _check_arguments(module, inputs, targets, classes)
+    for name, flag in (("together", together), ("curvature", curvature)):
+        if not isinstance(flag, bool):
+            raise BadInput(f"{name} = {shown(flag)}: give True or False")
     return examine(module, inputs, targets, classes, together, curvature).problems
 
 
@@ -98,7 +101,7 @@ def _check_arguments(module: object, inputs: object, targets: object, classes: o
     if isinstance(inputs, Tensor) and (inputs.dim() == 0 or len(inputs) == 0):
         raise BadInput("inputs must be a batch of at least one sample: a tensor of shape (b, …)")
     if classes is not None and (not isinstance(classes, int) or classes < 1):
-        raise BadInput(f"classes = {classes!r}: give the number of classes, 1 or more")
+        raise BadInput(f"classes = {shown(classes)}: give the number of classes, 1 or more")
 
 
 def tells_all(module: nn.Module) -> bool:
@@ -388,7 +391,10 @@ def _mixing_problems(module: nn.Module, inputs: Tensor) -> Iterator[Problem]:
     real = torch.ones(len(inputs), device=inputs.device)
     real[-1] = 0
     try:
-        (outputs, buffers), (alone, own) = _forward(module, padded, real), _forward(module, inputs[:-1])
+        (outputs, buffers), (alone, own) = (
+            _forward(module, padded, real),
+            _forward(module, inputs[:-1]),
+        )
         mixed = not _close(outputs[:-1], alone)
         mixed |= any(not _close(buffers[name].double(), own[name].double()) for name in own)
         reason = "lets the samples of a batch influence each other, so padding would leak"
@@ -398,9 +404,7 @@ def _mixing_problems(module: nn.Module, inputs: Tensor) -> Iterator[Problem]:
         yield Problem(f"{reason}: use only layers that treat samples alone {_LOOP}", fatal=False)
 
 
-def _forward(
-    module: nn.Module, inputs: Tensor, real: Tensor | None = None
-) -> tuple[Tensor, Tree]:
+def _forward(module: nn.Module, inputs: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tree]:
     params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     with torch.no_grad():
         return call(module, params, buffers, inputs, real)
