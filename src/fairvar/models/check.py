@@ -327,8 +327,10 @@ def _same_together(module: nn.Module, inputs: Tensor) -> bool:
     ):
         gradients, outputs = vmap(once, in_dims=axes)(*given)
         for i in range(2):
-            own = [value if axis is None else _item(value, i)
-                   for value, axis in zip(given, axes, strict=True)]  # fmt: skip
+            own: list[Any] = [
+                value if axis is None else _item(value, i)
+                for value, axis in zip(given, axes, strict=True)
+            ]
             gradient, alone = once(*own)
             same = _close(_flat(_item(gradients, i)), _flat(gradient))
             if not same or not _close(outputs[i], alone):
