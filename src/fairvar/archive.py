@@ -209,7 +209,8 @@ def _history(flat: Tables, state: State, method: Method, facts: Mapping[str, Any
         rounds=int(facts["rounds"]),
         observed=flat["observed"],
         samples=samples,
-        classifies=any(k.startswith("right/") for k in flat),
+        classifies=any(k.startswith("right/") for k in flat)
+        or not any(k.startswith("evaluated_loss/") for k in flat),
         diverged_at=facts["diverged_at"],
         birth=facts["birth"],
     )

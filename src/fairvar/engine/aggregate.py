@@ -52,7 +52,8 @@ def aggregate(
         weights=weights,
         mean_loss=answers.mean_loss,
         mean_gradient=answers.mean_gradient,
-        ascended=(answers.own < 0).double().mean(),
+        # Of factors that only the clients know, a server knows no share.
+        ascended=torch.where(answers.own.isnan(), torch.nan, (answers.own < 0).double()).mean(),
     )
     return outcome.among(answers.ids, clients)
 

@@ -38,7 +38,7 @@ from fairvar.federation import Federation
 from fairvar.history import History, Tables, history_from_tables
 from fairvar.methods.base import Method
 from fairvar.models import build
-from fairvar.tree import Tree
+from fairvar.tree import Tree, is_finite
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,8 @@ class Grid:
     def _history(self, member: Member, made: Checkpoint, seconds: float) -> History:
         tables = made.tables or {}
         diverged_at, evaluated = int(tables["diverged_at"]), tables["evaluated"]
+        if diverged_at == GOING and not is_finite(made.state.params):
+            diverged_at = made.state.round
         unseen = 0 if member.start is None or member.before else member.start.state.round
         birth = birth_certificate(self.prepared, member.settings, seconds)
         return history_from_tables(

@@ -15,7 +15,7 @@ from fairvar.engine.settings import EvaluateSettings
 from fairvar.engine.state import DoesNotFit, Outcome, State
 from fairvar.engine.vmapped import TileSums, Trained, client_norms
 from fairvar.history import History, Key, Tables, history_from_tables
-from fairvar.tree import size, squared_norm, tree_map
+from fairvar.tree import is_finite, size, squared_norm, tree_map
 
 
 class Evaluation(NamedTuple):
@@ -88,7 +88,8 @@ class Observation:
 class Book:
     """Keeps everything on the run's device until the run ends; `tables` is what is kept of it."""
 
-    def __init__(self, run: Run, tables: Tables | None = None) -> None:
+    def __init__(self, run: Run, tables: Tables | None = None, rounds_done: int = 0) -> None:
+        """Continues `tables`, if given, after so many rounds in all."""
         self.run = run
         self.diverged_at: int | None = None
         self.outcomes: list[tuple[Tensor, Tensor, Tensor]] = []  # loss, weights, ascended
@@ -96,6 +97,7 @@ class Book:
         self.exchanges = self.bytes_down = self.bytes_up = 0
         if tables is not None:
             self._reopen(tables)
+        self.first_round = rounds_done - len(self.outcomes)
 
     def write(self, outcome: Outcome, t: int) -> None:
         self.outcomes.append((outcome.loss, outcome.weights, outcome.ascended))
@@ -147,16 +149,18 @@ class Book:
 
     def close(self, state: State, birth: Mapping[str, Any]) -> History:
         tables = self.tables()
-        rounds = len(tables["loss"])
+        rounds, diverged_at = len(tables["loss"]), self.diverged_at
+        if diverged_at is None and not is_finite(state.params):
+            diverged_at = state.round  # in the last round, where no evaluation has seen it
         return history_from_tables(
             tables,
             method=self.run.method,
             state=state,
             rounds=rounds,
-            observed=torch.arange(rounds),
+            observed=torch.arange(self.first_round, self.first_round + rounds),
             samples={name: s.counts for name, s in self.run.federation.splits.items()},
             classifies=self.run.task.classifies,
-            diverged_at=self.diverged_at,
+            diverged_at=diverged_at,
             birth=birth,
         )
 

@@ -80,7 +80,7 @@ def federate(
     run = _server_run(agreed)
     state = _fresh(run) if start is None else start.state
     tables = None if start is None else start.tables
-    book, notes = Book(run, tables), Notes.reopen(tables, agreed.clients)
+    book, notes = Book(run, tables, state.round), Notes.reopen(tables, agreed.clients)
     notes.typical_loss = max(notes.typical_loss, _loss_of_guessing(agreed))
     kind: type[Server] = SummingServer if isinstance(transport, MeanTransport) else Server
     server = kind(

@@ -127,6 +127,13 @@ class Method(Checked, frozen=True, tag_field="name"):
         return kind.weigh is Method.weigh and kind.coefficients is Method.coefficients
 
     @property
+    def needs_losses(self) -> bool:
+        """Somebody uses f_i(x^t) as it is before training: the server's weights or mean loss; with
+        losses on all data also `coefficients`, `normaliser` and the history."""
+        weighs = self.uses_losses or type(self).weigh is not Method.weigh
+        return weighs or self.uses_mean_loss or self.loss_data == "full"
+
+    @property
     def looks_at_values(self) -> bool:
         """Its functions decide by values how many operations to do (a solver that iterates until it
         settles): a GPU then cannot record a round and repeat it."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fairvar import rng
 from fairvar.errors import BadInput, unknown
-from fairvar.metrics.inputs import Floats, Numbers, as_array, vector
+from fairvar.metrics.inputs import Floats, Numbers, as_array, number, vector, whole
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def fairness(
     82 – 93 %, basic ones 80 – 93 %, studentised ones without the stretch 92.7 % for that law; it
     is not among the eight, and the stretched interval was not measured there.
     """
-    _check_options(ddof, interval, resamples)
+    _check_options(ddof, interval, resamples, seed)
     p, n, dropped = _clients(accuracy, samples)
     K = len(p)
     scale = 1.0 if ddof == 1 else 1 - 1 / K
@@ -122,7 +122,10 @@ def fairness(
     )
 
 
-def _check_options(ddof: int, interval: float, resamples: int) -> None:
+def _check_options(ddof: int, interval: float, resamples: int, seed: int) -> None:
+    for name, value in (("ddof", ddof), ("resamples", resamples), ("seed", seed)):
+        whole(value, name)
+    number(interval, "interval")
     if ddof not in (0, 1):
         raise BadInput(f"ddof = {ddof}: use 1 (sample variance) or 0 (population variance)")
     if not 0 < interval < 1:
