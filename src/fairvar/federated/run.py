@@ -29,7 +29,7 @@ from fairvar.engine.train import (
     prepare,
 )
 from fairvar.federated.client import HELD_OUT
-from fairvar.federated.guard import Refusal, counted
+from fairvar.federated.guard import Refusal
 from fairvar.federated.messages import ACCURACY, LOSS, MODEL, SAMPLES
 from fairvar.federated.notes import NAME, Notes
 from fairvar.federated.server import Good, Server, Transport
@@ -81,6 +81,7 @@ def federate(
     tables = None if start is None else start.tables
     book, notes = Book(run, tables), Notes.reopen(tables, agreed.clients)
     notes.typical_loss = max(notes.typical_loss, _loss_of_guessing(agreed))
+    transport.keys |= {c: k for c, k in notes.keys.items() if c not in rules.rebind}
     kind: type[Server] = SummingServer if isinstance(transport, MeanTransport) else Server
     server = kind(
         method=agreed.method,
@@ -112,7 +113,7 @@ def federate(
     book.run = replace(run, federation=_of_sizes(run.federation, notes.samples))
     prepared = Prepared(run, transport.name)
     birth = birth_certificate(prepared, settings, time.perf_counter() - started)
-    birth["refused"] = counted(notes.refused)
+    birth["refused"] = dict(sorted(notes.reasons().items()))
     birth["weight_capped_rounds"] = sum(bool(note.limited) for note in notes.rounds)
     return Federated(book.close(state, birth), notes)
 
