@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from math import log
@@ -110,7 +110,8 @@ def federate(
             keep(t + 1, partial(_checkpoint, state, book, notes))
         if progress is not None:
             progress(t + 1, settings.rounds)
-    book.run = replace(run, federation=_of_sizes(run.federation, notes.samples))
+    seen = {"train", *agreed.evaluate.splits}
+    book.run = replace(run, federation=_of_sizes(run.federation, notes.samples, seen))
     prepared = Prepared(run, transport.name)
     birth = birth_certificate(prepared, settings, time.perf_counter() - started)
     birth["refused"] = dict(sorted(notes.reasons().items()))
@@ -176,7 +177,9 @@ def _evaluation(
     return Evaluation(scores, nothing[0].clone(), norm)
 
 
-def _of_sizes(blank: Federation, samples: Mapping[str, list[int]]) -> Federation:
-    """Everybody's number of samples, as far as they told; no samples."""
-    kept = {s: replace(blank.train, counts=torch.tensor(n)) for s, n in samples.items() if any(n)}
+def _of_sizes(blank: Federation, samples: Mapping[str, list[int]], seen: Set[str]) -> Federation:
+    """Everybody's number of samples, as far as they told (0 otherwise), in the splits that the
+    run's tables are about; no samples."""
+    told = {s: n for s, n in samples.items() if s in seen or any(n)}
+    kept = {s: replace(blank.train, counts=torch.tensor(n)) for s, n in told.items()}
     return replace(blank, **kept)  # type: ignore[arg-type]
