@@ -443,7 +443,7 @@ def test_a_reply_that_flower_cannot_open_takes_no_others_along(tmp_path: Path) -
     config = run_config(fv.FedAvg(), tmp_path)
     nodes = Broken(config, {100 + 7 * i: i for i in range(5)})
     stored = StoredRun.open(run_on(nodes, read_setup(config)))
-    assert ((stored.history().weights != 0).tolist()) == [[True, False, True, True, True]] * 3
+    assert ((stored.history().weights != 0).tolist()) == [[True, False, True, True, True]] * 2
     assert stored.manifest["birth"]["refused"] == {"format": 3}
 
 
