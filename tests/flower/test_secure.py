@@ -300,6 +300,11 @@ def from_another(reply: Message) -> None:
     reply.metadata.__dict__["_src_node_id"] = 100
 
 
+def complains_of_nobody(reply: Message) -> None:
+    told(reply).clear()
+    told(reply)[UNREADABLE] = []
+
+
 def same_key_twice(reply: Message) -> None:
     told(reply)[Key.PUBLIC_KEY_2] = told(reply)[Key.PUBLIC_KEY_1]
 
@@ -342,6 +347,7 @@ NONSENSE: list[tuple[str, Callable[[Message], None]]] = [
     ("collect", says(Key.MASKED_PARAMETERS, [b"\x93NUMPY"])),
     ("collect", says(Key.MASKED_PARAMETERS, "text")),
     ("collect", each(Key.MASKED_PARAMETERS, lambda b: ndarray_to_bytes(bytes_to_ndarray(b) * 0.5))),
+    ("collect", complains_of_nobody),
     ("collect", no_weight),
     ("collect", weight(10**9)),
     ("collect", weight(float("nan"))),
@@ -370,9 +376,12 @@ def test_one_hostile_node_is_left_out_by_name(
 
 
 def test_one_word_against_another(tmp_path: Path) -> None:
-    """Shares that a single node cannot read, or says that it cannot: both are left out."""
+    """Shares that a single node cannot read, or says that it cannot: both are left out. Complaints
+    in other stages mean nothing."""
 
     def spoil(node: int, reply: Message) -> Message:
+        if node == 114 and stage_of(reply) == "setup":
+            told(reply)[UNREADABLE] = [5]
         if node == 107 and stage_of(reply) == "collect":
             told(reply).clear()
             told(reply)[UNREADABLE] = [100, 114, 121, 128]

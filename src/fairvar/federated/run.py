@@ -110,8 +110,8 @@ def federate(
             keep(t + 1, partial(_checkpoint, state, book, notes))
         if progress is not None:
             progress(t + 1, settings.rounds)
-    seen = {"train", *agreed.evaluate.splits}
-    book.run = replace(run, federation=_of_sizes(run.federation, notes.samples, seen))
+    splits: set[str] = {"train", *agreed.evaluate.splits}
+    book.run = replace(run, federation=_of_sizes(run.federation, notes.samples, splits))
     prepared = Prepared(run, transport.name)
     birth = birth_certificate(prepared, settings, time.perf_counter() - started)
     birth["refused"] = dict(sorted(notes.reasons().items()))

@@ -322,8 +322,7 @@ class _Stages:
         kept = self._exchanged(sent, stage)
         if stage == Stage.SETUP:
             self._lose(_with_keys_of_others(kept), Reason.FORMAT, "its keys are another's too")
-        told = {c: _configs(r).get(UNREADABLE, ()) for c, r in kept.items()}
-        complaints = {c: [self.clients[n] for n in names] for c, names in told.items() if names}
+        complaints = self._complaints(kept) if stage == Stage.COLLECT_MASKED_VECTORS else {}
         self._lose(_blamed(complaints, len(kept)), Reason.FORMAT, "unreadable shares")
         good = [reply for client, reply in kept.items() if client not in self.lost]
         early = stage in (Stage.SETUP, Stage.SHARE_KEYS) or complaints
@@ -333,8 +332,8 @@ class _Stages:
 
     def _exchanged(self, sent: Sequence[Envelope], stage: object) -> dict[int, Envelope]:
         """The replies of the right form, by client."""
-        for message in sent:
-            message.metadata.ttl = self.seconds
+        for envelope in sent:
+            envelope.metadata.ttl = self.seconds
         asked = {self.clients[m.metadata.dst_node_id]: m for m in sent}
         waiting, kept = self.transport._push(asked.items()), {}
         missing = asked.keys() - waiting.values()
@@ -348,6 +347,11 @@ class _Stages:
         silent = {*waiting.values(), *missing}
         self.lost |= {c: Arrival(c, None) for c in silent}  # until the deadline
         return kept
+
+    def _complaints(self, kept: dict[int, Envelope]) -> dict[int, list[int]]:
+        """Who cannot read whose shares."""
+        told = {client: _configs(reply).get(UNREADABLE) for client, reply in kept.items()}
+        return {c: [self.clients[n] for n in nodes] for c, nodes in told.items() if nodes}
 
     def _lose(self, clients: Iterable[int], reason: Reason, detail: str) -> None:
         for client in clients:
@@ -385,7 +389,7 @@ class _Stages:
             _check_lists(told, (Key.NODE_ID_LIST, Key.SHARE_LIST), nodes)
             for owner, share in zip(told[Key.NODE_ID_LIST], told[Key.SHARE_LIST], strict=True):
                 self.shares.setdefault(owner, {})[node] = share
-        elif UNREADABLE in told:
+        elif told.get(UNREADABLE):
             if not set(told[UNREADABLE]) <= self.clients.keys() - {node}:
                 raise ValueError("it complains of nodes that are not there")
         else:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from io import BytesIO
 from math import prod
 from typing import Any, Literal, NamedTuple
+from warnings import catch_warnings
 
 import numpy as np
 import torch
@@ -103,7 +104,8 @@ def header_of(content: bytes) -> Header:
     header claims, and would open an .npz as well."""
     file = BytesIO(content)
     read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-    shape, columns_first, dtype = read[npy.read_magic(file)](file)
+    with catch_warnings(action="error"):  # of headers that only Python 2 has written
+        shape, columns_first, dtype = read[npy.read_magic(file)](file)
     data = memoryview(content)[file.tell() :]
     if dtype not in DTYPES or any(type(n) is not int or n < 0 for n in shape):
         raise ValueError(f"an array of {dtype} and shape {shape}")
