@@ -257,7 +257,7 @@ def renamed_array(records: RecordDict, draw: Draw) -> Spoilt:
 
 
 def many_arrays(records: RecordDict, draw: Draw) -> Spoilt:
-    for i in range(2000):
+    for i in range(300):
         records.array_records[ARRAYS][f"x/{i}"] = Array(np.ones(1))
     return records
 
@@ -282,7 +282,7 @@ def record_kinds() -> Iterator[tuple[str, Kind]]:
     for name in ("x/other", "", "x" * LONG, "\x1b]0;title\x07", "=cmd()", "../../x"):
         yield f"an array called {name[:12]!r}", extra_array(name)
     yield "an array by another name", renamed_array
-    yield "two thousand arrays", many_arrays
+    yield "three hundred arrays", many_arrays
     yield "no arrays", without_record(ARRAYS)
     yield "no facts", without_record(FACTS)
     yield "nothing", lambda records, draw: RecordDict()
