@@ -369,10 +369,11 @@ def _facts(config: Config, history: History, passport: Mapping[str, Any]) -> dic
 
 
 def final_scores(history: History) -> dict[str, dict[str, float]]:
-    """The main fairness numbers of every evaluated split and model after the last round."""
+    """The main fairness numbers of every evaluated split and model after the last round; without
+    those of which no client of a deployed run has told anything."""
     found: dict[str, dict[str, float]] = {}
-    for split, model in history.accuracy:
-        if len(history.evaluated):
+    for (split, model), table in history.accuracy.items():
+        if len(history.evaluated) and bool(table[-1].isfinite().any()):
             scores = history.fairness(split, model)
             found[f"{split}/{model}"] = {name: float(scores[name]) for name in SCORES}
     return found

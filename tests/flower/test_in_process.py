@@ -6,6 +6,7 @@ with full batches, to the vectorised engine within 1e-10 relative.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import tomllib
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ from checks import METHODS, OPTIONS
 from fairvar.archive import pack_checkpoint, unpack_checkpoint
 from fairvar.cli import main
 from fairvar.experiment import StoredRun, Watch, federation_of, model_of, run_cell
+from fairvar.federated import notes
 from fairvar.flower import client_app, grid, server
 from fairvar.flower.client import node_data
 from fairvar.flower.server import folder_of, run_on
@@ -475,7 +477,178 @@ def test_a_node_that_comes_during_a_round_is_in_the_next(
     nodes = {10 + i: i for i in range(5)}
     stored = StoredRun.open(run_on(Meanwhile(config, nodes), read_setup(config)))
     rows = (stored.folder / "rounds.csv").read_text().splitlines()
-    assert rows == ["round,clients,limited", "0,0 1 2 3,", "1,0 1 2 3 4,", "2,0 1 2 3 4,"]
+    assert [row.rsplit(",", 1)[0] for row in rows] == [
+        "round,clients,limited", "0,0 1 2 3,", "1,0 1 2 3 4,", "2,0 1 2 3 4,"]  # fmt: skip
+
+
+# -- what one client can do to a run ---------------------------------------------------------------
+@pytest.mark.parametrize("options", ["", "evaluate.local=false", "evaluate.every=9"])
+def test_nobody_answers_the_last_evaluation(options: str, tmp_path: Path) -> None:
+    """The run is stored with what is known; before, it could not be, each time it was started."""
+
+    def mute(node: int, reply: Message) -> Message:
+        return _error(reply) if reply.metadata.message_type == "evaluate" else reply
+
+    stored = run(run_config(fv.FedAvg(), tmp_path, options), mute)
+    history = stored.history()
+    assert history.rounds == 3
+    assert bool(history.accuracy["test", "global"].isnan().all())
+    assert "test/global" not in stored.manifest["result"]
+    assert min(history.samples["train"].tolist()) > 0
+
+
+def test_a_run_that_cannot_be_stored_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "store_run", _no_disk)
+    config = run_config(fv.FedAvg(), tmp_path)
+    with pytest.raises(OSError, match="no space"):
+        run(config)
+    assert (folder_of(read_setup(config)) / "failed.txt").read_text() == "no space\n"
+
+
+def test_details_of_refusals_have_a_bound(tmp_path: Path) -> None:
+    """A name of ten million characters, with control characters, for an array and for a number."""
+    sizes = []
+
+    def names(node: int, reply: Message) -> Message:
+        sizes.extend(p.stat().st_size for p in tmp_path.rglob("checkpoint*"))
+        if node == 107 and reply.metadata.message_type == "train":
+            reply.content.config_records["message"]["number/" + '\x1b\n,"x' * 2_000_000] = 1.0
+        if node == 107 and reply.metadata.message_type == "evaluate":
+            reply.content.array_records["arrays"]["y" * 10_000_000] = Array(np.ones(1))
+        return reply
+
+    stored = run(run_config(fv.FedAvg(), tmp_path, "evaluate.every=1"), names)
+    text = (stored.folder / "refused.csv").read_text()
+    assert text.count("\n") == 7
+    assert len(text) < 3000
+    assert "\x1b" not in text
+    assert 0 < max(sizes) < 100_000
+    assert bool((stored.history().weights[:, 1] == 0).all())
+
+
+def test_only_so_many_refusals_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(notes, "MOST_REFUSALS", 2)
+
+    def fails(node: int, reply: Message) -> Message:
+        return _error(reply) if node == 107 else reply
+
+    def trains(node: int, reply: Message) -> Message:
+        return fails(node, reply) if reply.metadata.message_type == "train" else reply
+
+    stored = run(run_config(fv.FedAvg(), tmp_path), trains)
+    assert (stored.folder / "refused.csv").read_text().count("\n") == 3
+    assert stored.manifest["birth"]["refused"] == {"error": 3}
+
+
+class Broken(InProcessGrid):
+    """As Flower's own grid: it fetches replies once, and breaks if one cannot be opened."""
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        found = super().pull_messages(message_ids)
+        if any(m.metadata.src_node_id == 107 and _is(m, "train") for m in found):
+            raise KeyError("arraychunk_ids")
+        return found
+
+
+def _is(message: Message, kind: str) -> bool:
+    return message.metadata.message_type == kind
+
+
+def test_a_reply_that_flower_cannot_open_takes_no_others_along(tmp_path: Path) -> None:
+    config = run_config(fv.FedAvg(), tmp_path)
+    nodes = Broken(config, {100 + 7 * i: i for i in range(5)})
+    stored = StoredRun.open(run_on(nodes, read_setup(config)))
+    assert ((stored.history().weights != 0).tolist()) == [[True, False, True, True, True]] * 2
+    assert stored.manifest["birth"]["refused"] == {"format": 3}
+
+
+class Forging(InProcessGrid):
+    """Node 107 is silent itself and answers in the name of node 100, whose own reply is later."""
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        ids = super().push_messages(messages)
+        for message in (self.replies.get(i) for i in ids):
+            if message is not None and _is(message, "train"):
+                self.mine[message.metadata.src_node_id] = message
+        if 107 in self.mine and 100 in self.mine:
+            asked = self.mine[100].metadata.reply_to_message_id
+            forged = self.mine.pop(107)
+            forged.content.config_records["message"]["client"] = 0
+            forged.metadata.__dict__["_reply_to_message_id"] = asked
+        return ids
+
+    mine: dict[int, Message] = {}  # noqa: RUF012
+
+
+def test_a_reply_counts_for_the_message_that_was_asked(tmp_path: Path) -> None:
+    """Whatever it says itself about what it answers."""
+    config = run_config(fv.AFL(), tmp_path, "federation.deadline=1 federation.patience=1", rounds=1)
+    nodes = Forging(config, {107: 1, 100: 0, 114: 2, 121: 3, 128: 4})
+    stored = StoredRun.open(run_on(nodes, read_setup(config)))
+    assert (stored.folder / "rounds.csv").read_text().splitlines()[1].startswith("0,0 2 3 4,")
+    assert stored.manifest["birth"]["refused"] == {"unknown client": 1}
+
+
+class Killed(Exception):
+    pass
+
+
+class Thief(InProcessGrid):
+    """After the first training node 11 is gone, and node 15 says that it is client 1, too."""
+
+    def __init__(self, config: dict, gone: bool = False, dies_at: int = 99) -> None:
+        super().__init__(config, {10: 0, 11: 1, 12: 2, 13: 3, 14: 4, 15: 1})
+        self.gone, self.dies_at, self.rounds = gone, dies_at, 0
+
+    def get_node_ids(self) -> list[int]:
+        away = 11 if self.gone else 15
+        return [n for n in self.clients if n != away]
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        sent = list(messages)
+        self.gone |= any(_is(m, "evaluate") for m in sent)
+        self.rounds += any(_is(m, "evaluate") for m in sent)
+        if self.rounds > 5 * self.dies_at:
+            raise Killed
+        return super().push_messages(sent)
+
+
+def test_a_client_id_belongs_to_the_key_that_had_it_first(tmp_path: Path) -> None:
+    config = run_config(fv.FedAvg(), tmp_path, "evaluate.every=1 federation.patience=1", rounds=3)
+    with pytest.raises(Killed):
+        run_on(Thief(config, dies_at=1), read_setup(config))
+    again = {**config, "rounds": 3}
+    stored = StoredRun.open(run_on(Thief(again, gone=True), read_setup(again)))
+    rows = [row.split(",") for row in (stored.folder / "rounds.csv").read_text().splitlines()]
+    assert [row[1] for row in rows[1:]] == ["0 1 2 3 4", "0 2 3 4", "0 2 3 4"]
+    bound = dict(text.split(":") for text in rows[1][3].split())
+    assert bound.keys() == set("01234")
+    assert bound["1"] == hashlib.sha256(b"key 11").hexdigest()[:32]
+    assert [row[3] for row in rows[2:]] == ["", ""]
+
+
+def test_the_operator_can_give_a_client_id_to_another_key(tmp_path: Path) -> None:
+    config = run_config(fv.FedAvg(), tmp_path, "evaluate.every=1 federation.patience=1", rounds=3)
+    with pytest.raises(Killed):
+        run_on(Thief(config, dies_at=1), read_setup(config))
+    again = {**config, "options": config["options"] + " federation.rebind=[1]"}
+    stored = StoredRun.open(run_on(Thief(again, gone=True), read_setup(again)))
+    rows = [row.split(",") for row in (stored.folder / "rounds.csv").read_text().splitlines()]
+    assert [row[1] for row in rows[1:]] == ["0 1 2 3 4"] * 3
+    assert rows[2][3] == "1:" + hashlib.sha256(b"key 15").hexdigest()[:32]
+
+
+def test_a_node_has_one_client_id(tmp_path: Path) -> None:
+    """A key that belongs to client 3 does not get client 1 as well, while that one is away."""
+    config = run_config(fv.FedAvg(), tmp_path, rounds=1)
+    grid_ = InProcessGrid(config, {13: 3})
+    transport = grid.GridTransport(grid_, 5)
+    assert transport.present(1, 0) == [3]
+    grid_.clients = {13: 1}
+    transport.nodes.clear()
+    assert transport.present(1, 0) == []
 
 
 def test_what_a_run_reveals(tmp_path: Path) -> None:

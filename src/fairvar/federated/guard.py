@@ -22,6 +22,9 @@ from torch import Tensor
 from fairvar.federated.messages import ACCURACY, LOSS, SAMPLES, Message, Stamp
 from fairvar.tree import Tree, is_finite
 
+LONGEST = 200  # characters of a detail; what a client sends has no bound
+Form = tuple[torch.dtype, tuple[int, ...]]  # of an array, as it is expected or as its header says
+
 
 class Reason(StrEnum):
     NO_REPLY = "no reply"  # nothing came before the deadline
@@ -77,28 +80,33 @@ class _Bad(Exception):
         self.reason, self.detail = reason, detail
 
 
+def refusal(stamp: Stamp, client: int, reason: Reason, detail: str = "") -> Refusal:
+    return Refusal(stamp.round, stamp.attempt, stamp.exchange, client, reason, brief(detail))
+
+
+def brief(text: str) -> str:
+    """For logs and tables: one line of bounded length, whatever a client has put into it."""
+    return "".join(c if c.isprintable() else " " for c in text[:LONGEST]).strip()
+
+
 def sift(
     arrivals: Iterable[Arrival], expected: Expected
 ) -> tuple[dict[int, Message], list[Refusal]]:
     """The good replies by client, ids rising, and why the others are none."""
     good: dict[int, Message] = {}
-    refused = []
+    refused, stamp = [], expected.stamp
     for arrival in arrivals:
         try:
             reply = _checked(arrival, expected)
-            if reply.client in good:
+            if arrival.client in good:
                 raise _Bad(Reason.DUPLICATE, "a second answer; the first one counts")
-            good[reply.client] = reply
+            good[arrival.client] = reply
         except _Bad as bad:
-            stamp = expected.stamp
-            where = (stamp.round, stamp.attempt, stamp.exchange, arrival.client)
-            refused.append(Refusal(*where, bad.reason, bad.detail))
+            refused.append(refusal(stamp, arrival.client, bad.reason, bad.detail))
+        except Exception as error:  # whatever else a reply makes of the checks is its own fault
+            refused.append(refusal(stamp, arrival.client, Reason.FORMAT, repr(error)))
     missing = expected.asked - good.keys() - {r.client for r in refused}
-    stamp = expected.stamp
-    refused += [
-        Refusal(stamp.round, stamp.attempt, stamp.exchange, i, Reason.NO_REPLY, "")
-        for i in sorted(missing)
-    ]
+    refused += [refusal(stamp, i, Reason.NO_REPLY) for i in sorted(missing)]
     return dict(sorted(good.items())), refused
 
 
@@ -108,27 +116,41 @@ def _checked(arrival: Arrival, expected: Expected) -> Message:
         raise _Bad(arrival.reason, arrival.detail)
     if arrival.client not in expected.asked:
         raise _Bad(Reason.UNKNOWN, "it was not asked")
-    if reply.client != arrival.client:
+    if not _same(reply.client, arrival.client):
         raise _Bad(Reason.UNKNOWN, f"it says it is client {reply.client!r}")
-    if reply.stamp.format != expected.stamp.format:
+    if not _same(reply.stamp.format, expected.stamp.format):
         raise _Bad(Reason.FORMAT, f"format {reply.stamp.format!r}, not {expected.stamp.format}")
-    if reply.stamp != expected.stamp:
+    if not all(map(_same, reply.stamp, expected.stamp)):
         raise _Bad(Reason.STALE, f"an answer to {tuple(reply.stamp)[:3]}")
     _check_arrays(reply.arrays, expected)
     _check_numbers(reply.numbers, expected)
     return reply
 
 
+def _same(told: Any, known: Any) -> bool:
+    """Of one type too: 1.0 and True equal 1, but name no client and no round."""
+    return type(told) is type(known) and told == known
+
+
+def misfit(found: Mapping[str, Form], like: Mapping[str, Tensor]) -> tuple[Reason, str] | None:
+    """What is wrong with arrays of these forms, before anybody has to look at their values."""
+    if found.keys() != like.keys():
+        missing = sorted(like.keys() - found.keys())
+        extra = sorted(map(str, found.keys() - like.keys()))
+        return Reason.KEYS, f"missing {missing[:3]}, not asked for {extra[:3]}"
+    for name, leaf in like.items():
+        dtype, shape = found[name]
+        if dtype != leaf.dtype:
+            return Reason.DTYPE, f"{name} is {dtype}, not {leaf.dtype}"
+        if shape != tuple(leaf.shape):  # exactly: (1,) would broadcast into (10,)
+            return Reason.SHAPE, f"{name} is {shape}"
+    return None
+
+
 def _check_arrays(arrays: Tree, expected: Expected) -> None:
-    if arrays.keys() != expected.arrays.keys():
-        missing = sorted(expected.arrays.keys() - arrays.keys())
-        extra = sorted(map(str, arrays.keys() - expected.arrays.keys()))
-        raise _Bad(Reason.KEYS, f"missing {missing[:3]}, not asked for {extra[:3]}")
-    for name, like in expected.arrays.items():
-        if arrays[name].dtype != like.dtype:
-            raise _Bad(Reason.DTYPE, f"{name} is {arrays[name].dtype}, not {like.dtype}")
-        if arrays[name].shape != like.shape:  # exactly: (1,) would broadcast into (10,)
-            raise _Bad(Reason.SHAPE, f"{name} is {tuple(arrays[name].shape)}")
+    forms: dict[str, Form] = {k: (v.dtype, tuple(v.shape)) for k, v in arrays.items()}
+    if wrong := misfit(forms, expected.arrays):
+        raise _Bad(*wrong)
     if not is_finite(arrays):
         raise _Bad(Reason.NOT_FINITE, "NaN or infinity in its arrays")
     for name, values in arrays.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from math import log
@@ -30,7 +30,7 @@ from fairvar.engine.train import (
     prepare,
 )
 from fairvar.federated.client import HELD_OUT
-from fairvar.federated.guard import Refusal, counted
+from fairvar.federated.guard import Refusal
 from fairvar.federated.messages import ACCURACY, LOSS, MODEL, SAMPLES
 from fairvar.federated.notes import NAME, PARTS, Notes
 from fairvar.federated.server import Good, Server, Transport
@@ -82,6 +82,7 @@ def federate(
     tables = None if start is None else start.tables
     book, notes = Book(run, tables, state.round), Notes.reopen(tables, agreed.clients)
     notes.typical_loss = max(notes.typical_loss, _loss_of_guessing(agreed))
+    transport.keys |= {c: k for c, k in notes.keys.items() if c not in rules.rebind}
     kind: type[Server] = SummingServer if isinstance(transport, MeanTransport) else Server
     server = kind(
         method=agreed.method,
@@ -110,10 +111,11 @@ def federate(
             keep(t + 1, partial(_checkpoint, state, book, notes))
         if progress is not None:
             progress(t + 1, settings.rounds)
-    book.run = replace(run, federation=_of_sizes(run.federation, notes.samples))
+    splits: set[str] = {"train", *agreed.evaluate.splits}
+    book.run = replace(run, federation=_of_sizes(run.federation, notes.samples, splits))
     prepared = Prepared(run, transport.name)
     birth = birth_certificate(prepared, settings, time.perf_counter() - started)
-    birth["refused"] = counted(notes.refused)
+    birth["refused"] = dict(sorted(notes.reasons().items()))
     birth["weight_capped_rounds"] = sum(bool(note.limited) for note in notes.rounds)
     return Federated(book.close(state, birth), notes)
 
@@ -193,7 +195,9 @@ def _evaluation(
     return Evaluation(scores, nothing[0].clone(), norm)
 
 
-def _of_sizes(blank: Federation, samples: Mapping[str, list[int]]) -> Federation:
-    """Everybody's number of samples, as far as they told; no samples."""
-    kept = {s: replace(blank.train, counts=torch.tensor(n)) for s, n in samples.items() if any(n)}
+def _of_sizes(blank: Federation, samples: Mapping[str, list[int]], seen: Set[str]) -> Federation:
+    """Everybody's number of samples, as far as they told (0 otherwise), in the splits that the
+    run's tables are about; no samples."""
+    told = {s: n for s, n in samples.items() if s in seen or any(n)}
+    kept = {s: replace(blank.train, counts=torch.tensor(n)) for s, n in told.items()}
     return replace(blank, **kept)  # type: ignore[arg-type]

@@ -25,7 +25,6 @@ from fairvar.federated.client import HELD_OUT
 from fairvar.federated.guard import (
     Arrival,
     Expected,
-    counted,
     limited_losses,
     limited_weights,
     sift,
@@ -57,12 +56,15 @@ class Transport(Protocol):
     """Carries messages to clients and back; all it may do wrong is lose, delay or spoil them."""
 
     name: str
+    keys: dict[int, str]  # what a client is known by, where clients have keys; for good
 
     def present(self, at_least: int, seconds: float) -> Sequence[int]:
         """The ids of clients that can be asked, once there are enough or the time is over."""
 
-    def exchange(self, requests: Sequence[Message], seconds: float) -> Iterable[Arrival]:
-        """What came back before the deadline, in any order."""
+    def exchange(
+        self, requests: Sequence[Message], like: Tree, seconds: float
+    ) -> Iterable[Arrival]:
+        """What came back before the deadline, in any order; `like`: the arrays of a good reply."""
 
 
 class TooFew(Exception):
@@ -93,18 +95,19 @@ class Server:
 
     def round(self, state: State, score: bool = False) -> tuple[Outcome, Good]:
         """Round `state.round`, and the replies that made it; `score`: with their own models'."""
-        before = len(self.notes.refused)
+        before = self.notes.reasons()
         for attempt in range(self.settings.repeats + 1):
             try:
                 outcome, good = self._attempt(state, attempt, score)
                 made_by = [*good] if outcome.answered is None else outcome.answered.tolist()
-                self.notes.rounds.append(RoundNote(state.round, made_by, sorted(self.limited)))
+                bound = self.notes.bind(self.transport.keys)
+                note = RoundNote(state.round, made_by, sorted(self.limited), bound)
+                self.notes.rounds.append(note)
                 return outcome, good
             except TooFew as few:
                 last = few
-        reasons = ", ".join(
-            f"{n} × {why}" for why, n in counted(self.notes.refused[before:]).items()
-        )
+        now = self.notes.reasons() - before
+        reasons = ", ".join(f"{n} × {why}" for why, n in sorted(now.items()))
         raise RunFailed(
             f"round {state.round} was given up after {self.settings.repeats + 1} attempts: {last} "
             f"({reasons or 'no client was there'})"
@@ -218,11 +221,11 @@ class Server:
         scores: bool = False,
     ) -> Good:
         requests = [Message(stamp, i, sent, numbers) for i in ids]
-        arrivals = self.transport.exchange(requests, self.settings.deadline)
+        arrivals = self.transport.exchange(requests, wanted, self.settings.deadline)
         splits, largest = HELD_OUT if scores else (), self.settings.largest
         expected = Expected(stamp, frozenset(ids), wanted, loss, splits, largest)
         good, refused = sift(arrivals, expected)
-        self.notes.refused += refused
+        self.notes.refuse(refused)
         return good
 
     def _enough(self, good: Good) -> Good:

@@ -24,3 +24,5 @@ class FederationSettings(Checked, frozen=True, kw_only=True):
     # No client gets a larger part of the sum of weights (in small rounds: twice its fair part).
     weight_cap: Annotated[float, msgspec.Meta(ge=0.5, le=1)] = 0.5
     largest: Positive = 1e9  # norms, losses and numbers of samples above this are not believed
+    # Clients that may come back with another key than the one they are bound to, such as [2].
+    rebind: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()

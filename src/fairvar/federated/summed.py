@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fairvar.engine.state import Outcome, State
-from fairvar.federated.guard import Arrival, Refusal
+from fairvar.federated.guard import Arrival, refusal
 from fairvar.federated.messages import (
     GRADIENT,
     LOSS,
@@ -142,12 +142,9 @@ class SummingServer(Server):
     ) -> Mean:
         requests = [Message(stamp, i, sent, numbers) for i in ids]
         found = self.transport.mean(requests, wanted, self.settings.deadline)
-        self.notes.refused += [
-            Refusal(
-                stamp.round, stamp.attempt, stamp.exchange, lost.client, lost.reason, lost.detail
-            )
-            for lost in found.lost
-        ]
+        self.notes.refuse(
+            [refusal(stamp, lost.client, lost.reason, lost.detail) for lost in found.lost]
+        )
         if len(found.ids) < self.settings.min_replies:
             raise too_few(len(found.ids), self.settings)
         if not is_finite(found.arrays):

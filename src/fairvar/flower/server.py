@@ -88,10 +88,10 @@ def run_on(grid: Grid, setup: Setup) -> Path:
         (folder / FAILED).unlink(missing_ok=True)
         try:
             history, notes = _rounds(grid, setup, folder)
+            _store(setup, folder, history, notes)
         except Exception as error:
             write_text(folder / FAILED, f"{error or type(error).__name__}\n")
             raise
-        _store(setup, folder, history, notes)
     LOG.info("the run is in %s", folder)
     return folder
 
@@ -274,9 +274,10 @@ def _refusals(refused: list[Refusal]) -> bytes:
 
 
 def _participants(rounds: list[RoundNote]) -> bytes:
-    """Who made each round; `limited`: whose weight the cap has cut."""
+    """Who made each round; `limited`: whose weight the cap has cut; `bound`: to which keys clients
+    belong from this round on."""
     lines = [",".join(RoundNote._fields)]
     for note in rounds:
         clients, limited = (" ".join(map(str, ids)) for ids in (note.clients, note.limited))
-        lines.append(f"{note.round},{clients},{limited}")
+        lines.append(f"{note.round},{clients},{limited},{' '.join(note.bound)}")
     return ("\n".join(lines) + "\n").encode()
