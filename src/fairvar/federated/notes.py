@@ -17,11 +17,13 @@ PARTS = ("train", "valid", "test")
 
 
 class RoundNote(NamedTuple):
-    """Who made a round: the clients in its model, and those of them whose weight was cut."""
+    """Who made a round: the clients in its model, and those of them whose weight was cut or who
+    sent an update, gradient or buffers that had to be shortened."""
 
     round: int
     clients: list[int]
     limited: list[int]
+    shortened: list[int]
 
 
 class Notes(msgspec.Struct):
@@ -29,6 +31,8 @@ class Notes(msgspec.Struct):
     refused: list[Refusal] = msgspec.field(default_factory=list)
     rounds: list[RoundNote] = msgspec.field(default_factory=list)
     typical_loss: float = 0.0  # the largest median loss of any round
+    # The median lengths of the last rounds' updates, gradients and changes of buffers, by group.
+    lengths: dict[str, list[float]] = msgspec.field(default_factory=dict)
 
     @staticmethod
     def reopen(tables: Mapping[str, Tensor] | None, clients: int) -> Notes:
