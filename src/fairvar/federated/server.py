@@ -257,25 +257,26 @@ class Server:
         return good
 
     def _in_proportion(self, state: State, good: Good) -> Good:
-        """The replies, none of them much further from what was sent than was usual so far."""
+        """The replies; one that is out of all proportion counts with the usual length."""
         if self.settings.norm_bound >= OFF:
             return good
         for group, origin in ((MODEL, state.x), (BUFFERS, state.buffers), (GRADIENT, None)):
             found = {i: length(r.group(group), origin) for i, r in good.items()}
-            bound = self._bound(group, found)
-            far = {i: bound / norm for i, norm in found.items() if norm > bound}
+            usual = self._usual_length(group, found)
+            bound = self.settings.norm_bound * usual
+            far = {i: usual / norm for i, norm in found.items() if norm > bound}
             good = {i: _shorter(r, group, far.get(i), origin) for i, r in good.items()}
             self.shortened |= far.keys()
+            # What most of them send may grow from round to round, though not without a limit.
             median = median_length(min(norm, bound) for norm in found.values())
             if median is not None:
                 self.lengths[group] = median
         return good
 
-    def _bound(self, group: str, found: Mapping[int, float]) -> float:
-        """By the past rounds; in the first one, by the replies themselves."""
+    def _usual_length(self, group: str, found: Mapping[int, float]) -> float:
+        """The largest median of the past rounds; in the first one, the replies' own median."""
         past = self.notes.lengths.get(group)
-        usual = max(past) if past else median_length(found.values())
-        return inf if usual is None else self.settings.norm_bound * usual
+        return max(past) if past else median_length(found.values()) or inf
 
     def _mean_gradient(self, share: Tensor, good: Good) -> Tree:
         found = stack([r.group(GRADIENT) for r in good.values()])

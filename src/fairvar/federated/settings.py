@@ -28,8 +28,8 @@ class FederationSettings(Checked, frozen=True, kw_only=True):
     weight_cap: Annotated[float, msgspec.Meta(ge=0.5, le=1)] = 0.5
     largest: Positive = 1e9  # norms, losses and numbers of samples above this are not believed
     # Clients that lie: what each of these holds and costs is measured in docs/robustness.md.
-    # An update, a gradient or a change of buffers is shortened to so many times the largest median
-    # length of the past rounds.
+    # An update, a gradient or a change of buffers that is more than so many times as long as the
+    # largest median of the past rounds is shortened to that median.
     norm_bound: Factor = 10.0
     # In FairLoss's mean loss no client counts as more than so many times the largest loss of the
     # others, `liars` left aside.
