@@ -478,7 +478,11 @@ def test_a_node_that_comes_during_a_round_is_in_the_next(
     stored = StoredRun.open(run_on(Meanwhile(config, nodes), read_setup(config)))
     rows = (stored.folder / "rounds.csv").read_text().splitlines()
     assert [row.rsplit(",", 1)[0] for row in rows] == [
-        "round,clients,limited", "0,0 1 2 3,", "1,0 1 2 3 4,", "2,0 1 2 3 4,"]  # fmt: skip
+        "round,clients,limited,shortened",
+        "0,0 1 2 3,,",
+        "1,0 1 2 3 4,,",
+        "2,0 1 2 3 4,,",
+    ]
 
 
 # -- what one client can do to a run ---------------------------------------------------------------
@@ -651,6 +655,32 @@ def test_a_node_has_one_client_id(tmp_path: Path) -> None:
     assert transport.present(1, 0) == []
 
 
+def test_a_liar_on_flower_is_held_and_named(tmp_path: Path) -> None:
+    """Client 1 sends an update a million times as long; the server's rules are the in-process
+    ones, the record names it, and other bounds make another folder."""
+
+    def lies(node: int, reply: Message) -> Message:
+        if (
+            reply.metadata.message_type != "train"
+            or reply.content.config_records["message"]["client"] != 1
+        ):
+            return reply
+        arrays = reply.content.array_records["arrays"]
+        for name, array in list(arrays.items()):
+            arrays[name] = Array(1e6 * array.numpy())
+        return reply
+
+    config = run_config(fv.FedAvg(), tmp_path)
+    stored = run(config, lies)
+    assert (stored.folder / "refused.csv").read_text().count("\n") == 1
+    rows = (stored.folder / "rounds.csv").read_text().splitlines()[1:]
+    assert [row.rsplit(",", 1)[0] for row in rows] == [f"{t},0 1 2 3 4,,1" for t in range(3)]
+    model = torch.cat([p.flatten() for p in stored.history().state.params.values()])
+    assert float(model.abs().max()) < 10
+    strict = config | {"options": f"{config['options']} federation.norm_bound=3"}
+    assert folder_of(read_setup(strict)) != folder_of(read_setup(config)) == stored.folder
+
+
 def test_what_a_run_reveals(tmp_path: Path) -> None:
     """Losses travel only where the method says that it needs them."""
     seen = set()
@@ -711,6 +741,30 @@ def test_privacy_is_refused_where_it_would_not_cover(method: fv.Method, tmp_path
         ({"data": "npz"}, "input-shape = ''"),
         ({"rounds": 0}, "train.rounds"),
         ({"options": "'"}, "cannot be read"),
+        (
+            {"method": "afl", "method-options": "", "options": "federation.average=median"},
+            "AFL gives every client a weight of its own",
+        ),
+        (
+            {"options": "federation.average=trimmed", "secure-aggregation": True},
+            "federation.average = 'trimmed': secure aggregation hides single replies",
+        ),
+        (
+            {"options": "federation.norm_bound=3", "secure-aggregation": True},
+            "federation.norm_bound = 3: secure aggregation hides single replies",
+        ),
+        (
+            {"options": "federation.mean_loss_bound=2", "secure-aggregation": True},
+            "federation.mean_loss_bound = 2: secure aggregation hides",
+        ),
+        (
+            {"options": "federation.norm_bound=3 privacy.clipping_norm=1"},
+            "federation.norm_bound = 3: the noise of privacy",
+        ),
+        (
+            {"options": "federation.average=median privacy.clipping_norm=1"},
+            "federation.average = 'median': the noise of privacy",
+        ),
     ],
 )
 def test_a_bad_run_configuration_is_refused(change: dict, message: str, tmp_path: Path) -> None:

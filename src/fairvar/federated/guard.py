@@ -4,7 +4,8 @@ The guard judges form and possibility, never rank: a reply is refused for what i
 unlike the others. The worst-off honest client has the largest loss and often the largest update, so
 nothing here compares a client's norm or loss with the others' to refuse it. What a client gains by
 lying about its loss or its number of samples is limited instead (`limited_losses`,
-`limited_weights`).
+`limited_weights`), and updates that are out of all proportion are shortened, not refused
+(`shortened`). `robust` has the averages that hold against clients that lie.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from fairvar.federated.messages import ACCURACY, LOSS, SAMPLES, Message, Stamp
-from fairvar.tree import Tree, is_finite
+from fairvar.tree import Tree, is_finite, squared_norm
 
 LONGEST = 200  # characters of a detail; what a client sends has no bound
 Form = tuple[torch.dtype, tuple[int, ...]]  # of an array, as it is expected or as its header says
@@ -38,6 +39,7 @@ class Reason(StrEnum):
     DTYPE = "dtype"
     NOT_FINITE = "not finite"
     TOO_LARGE = "too large"
+    NEGATIVE = "negative variance"  # of batch norm: its square root would be no number
     LOSS = "loss"
     SAMPLES = "samples"
     SCORES = "scores"
@@ -154,6 +156,8 @@ def _check_arrays(arrays: Tree, expected: Expected) -> None:
     if not is_finite(arrays):
         raise _Bad(Reason.NOT_FINITE, "NaN or infinity in its arrays")
     for name, values in arrays.items():
+        if name.endswith("running_var") and bool((values < 0).any()):
+            raise _Bad(Reason.NEGATIVE, f"{name} has values below zero")
         norm = float(torch.linalg.vector_norm(values.double()))
         if norm > expected.largest:
             raise _Bad(Reason.TOO_LARGE, f"{name} has norm {norm:.3g}")
@@ -208,6 +212,37 @@ def limited_weights(
     kept = cap * size.sum() / size[top]
     others = share.index_fill(0, torch.tensor(top, device=share.device), 0.0)
     return kept * weights + (1 - kept) * total * others / others.sum()
+
+
+def length(tree: Tree, origin: Tree | None = None) -> float:
+    """The distance from `origin`, or from zero; counters, such as batch norm's, are no lengths."""
+    moved = {
+        name: leaf.double() if origin is None else leaf.double() - origin[name].double()
+        for name, leaf in tree.items()
+        if leaf.is_floating_point()
+    }
+    return float(squared_norm(moved).sqrt()) if moved else 0.0
+
+
+def median_length(lengths: Iterable[float]) -> float | None:
+    """Of those that are not zero: clients that send nothing must not make the others look long.
+    With an even number the smaller of the two in the middle. None if all are zero."""
+    found = sorted(value for value in lengths if value > 0)
+    return found[(len(found) - 1) // 2] if found else None
+
+
+def shortened(tree: Tree, factor: float, origin: Tree | None = None) -> Tree:
+    """The same direction from `origin`, or from zero, `factor` times as far."""
+    kept = {}
+    for name, leaf in tree.items():
+        if not leaf.is_floating_point():
+            kept[name] = leaf
+        elif origin is None:
+            kept[name] = leaf * factor
+        else:
+            start = origin[name].double()
+            kept[name] = (start + factor * (leaf.double() - start)).to(leaf.dtype)
+    return kept
 
 
 def counted(refused: Iterable[Refusal]) -> dict[str, int]:

@@ -19,12 +19,14 @@ MOST_REFUSALS = 10_000  # that are kept one by one; further ones are counted
 
 
 class RoundNote(NamedTuple):
-    """Who made a round: the clients in its model, those of them whose weight was cut, and the keys
-    that clients belong to since this round, as "client:key"."""
+    """Who made a round: the clients in its model, those of them whose weight was cut or who sent an
+    update, gradient or buffers that had to be shortened, and the keys that clients belong to since
+    this round, as "client:key"."""
 
     round: int
     clients: list[int]
     limited: list[int]
+    shortened: list[int]
     bound: tuple[str, ...] = ()
 
 
@@ -35,6 +37,8 @@ class Notes(msgspec.Struct):
     typical_loss: float = 0.0  # the largest median loss of any round
     more_refused: dict[str, int] = msgspec.field(default_factory=dict)  # beyond the list, by reason
     keys: dict[int, str] = msgspec.field(default_factory=dict)  # what each client is known by
+    # The median lengths of the last rounds' updates, gradients and changes of buffers, by group.
+    lengths: dict[str, list[float]] = msgspec.field(default_factory=dict)
 
     @staticmethod
     def reopen(tables: Mapping[str, Tensor] | None, clients: int) -> Notes:

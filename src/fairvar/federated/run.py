@@ -117,6 +117,7 @@ def federate(
     birth = birth_certificate(prepared, settings, time.perf_counter() - started)
     birth["refused"] = dict(sorted(notes.reasons().items()))
     birth["weight_capped_rounds"] = sum(bool(note.limited) for note in notes.rounds)
+    birth["norm_bounded_rounds"] = sum(bool(note.shortened) for note in notes.rounds)
     return Federated(book.close(state, birth), notes)
 
 

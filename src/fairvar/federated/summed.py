@@ -3,14 +3,14 @@
 A client scales what it sends by itself: w(f_i) (x − x_i), its part of the normaliser, f_i and ∇f_i
 as its method needs them. The server gets their means over those that took part, weighted by r_i.
 That is enough for a method whose weights and normaliser are sums of what each client adds to them.
-Nobody can look at a single reply: the guard's limits on losses and weights do not act here.
+Nobody can look at a single reply: no limit on losses, weights or lengths acts here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -96,6 +96,8 @@ def _double(tree: Tree) -> Tree:
 @dataclass
 class SummingServer(Server):
     """A server whose transport tells means only."""
+
+    sums_only: ClassVar[bool] = True
 
     transport: MeanTransport
 

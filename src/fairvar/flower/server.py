@@ -141,9 +141,13 @@ def _store(setup: Setup, folder: Path, history: History, notes: Notes) -> None:
     files = run_files(setup.config, history, passport, more, _identity(setup),
                       deployed=_deployed(setup, history))  # fmt: skip
     store_run(folder, files)
-    if cut := sum(bool(note.limited) for note in notes.rounds):
-        LOG.warning("federation.weight_cap = %s cut a client's weight in %s of %s rounds, "
-                    "see rounds.csv", setup.rules.weight_cap, cut, len(notes.rounds))  # fmt: skip
+    limits = (("weight_cap", "limited", "a client's weight"),
+              ("norm_bound", "shortened", "what a client sent"))  # fmt: skip
+    for setting, column, what in limits:
+        if cut := sum(bool(getattr(note, column)) for note in notes.rounds):
+            LOG.warning("federation.%s = %s cut %s in %s of %s rounds: rounds.csv names it (%s)",
+                        setting, getattr(setup.rules, setting), what, cut, len(notes.rounds),
+                        column)  # fmt: skip
 
 
 def _deployed(setup: Setup, history: History) -> Deployed:
@@ -189,6 +193,9 @@ def _beside(setup: Setup) -> dict[str, object]:
     """What decides the numbers and is not in the configuration; None where it is the usual."""
     rules, usual, agreed = setup.rules, FederationSettings(), setup.agreed
     caps, usual_caps = ((r.loss_cap, r.weight_cap, r.largest) for r in (rules, usual))
+    wary, usual_wary = (
+        (r.norm_bound, r.mean_loss_bound, r.average, r.liars) for r in (rules, usual)
+    )
     return {
         "caps": None if caps == usual_caps else caps,
         "privacy": setup.privacy,
@@ -196,6 +203,7 @@ def _beside(setup: Setup) -> dict[str, object]:
         "start": None if setup.start is None else StoredRun.open(setup.start).manifest["sha256"],
         "data": (agreed.input_shape, agreed.classes) if setup.own_data else None,
         "model": _outline(agreed.model) if setup.own_model else None,
+        **({} if wary == usual_wary else {"defences": wary}),
     }
 
 
@@ -274,10 +282,10 @@ def _refusals(refused: list[Refusal]) -> bytes:
 
 
 def _participants(rounds: list[RoundNote]) -> bytes:
-    """Who made each round; `limited`: whose weight the cap has cut; `bound`: to which keys clients
-    belong from this round on."""
+    """Who made each round; `limited`, `shortened`: whose weight or arrays the limits have cut;
+    `bound`: to which keys clients belong from this round on."""
     lines = [",".join(RoundNote._fields)]
     for note in rounds:
-        clients, limited = (" ".join(map(str, ids)) for ids in (note.clients, note.limited))
-        lines.append(f"{note.round},{clients},{limited},{' '.join(note.bound)}")
+        found = (" ".join(map(str, column)) for column in note[1:])
+        lines.append(",".join([str(note.round), *found]))
     return ("\n".join(lines) + "\n").encode()
