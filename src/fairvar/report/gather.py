@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace as with_fields
+
 from fairvar.archive import condensed_history
 from fairvar.config import Config
 from fairvar.data import Dirichlet
