@@ -162,7 +162,7 @@ def sweep(
         plugin: a Python file to load first, for methods of your own.
         json: print the outcome as JSON.
     """
-    from fairvar.experiment import missing, start_note
+    from fairvar.experiment import missing, run_folder, start_note
     from fairvar.identity import look_again
     from fairvar.plan import Plan, differences
     from fairvar.plugin import load_plugin
@@ -186,7 +186,8 @@ def sweep(
             say(f"{row['run']}  {row['method']}, {values}")
         return say(f"{len(cells)} runs")
     look_again()
-    missing(cells, folder)  # bad data write nothing
+    for cell in cells:
+        run_folder(cell, folder)  # bad data write nothing
     check_writable(folder)
     tell(start_note(cells[0]) if cells else None)
     if cells and ray is None:
