@@ -49,7 +49,7 @@ class Group:
     @property
     def dataset(self) -> str:
         if self.deployed is not None and self.deployed.own_data:
-            return f"own data of {self.deployed.nodes} nodes"
+            return f"own data of {self.deployed.where}"
         return self.config.data.name
 
     @property
