@@ -96,6 +96,10 @@ class Deployed(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # its class or name
     parameters: Annotated[int, msgspec.Meta(ge=0)]
 
+    @property
+    def where(self) -> str:
+        return "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
+
     @staticmethod
     def of(manifest: Mapping[str, Any], where: Path) -> Deployed | None:
         """From the manifest of a run or summary; None for a simulated one."""

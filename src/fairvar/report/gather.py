@@ -59,7 +59,7 @@ class Group:
     def source(self) -> str:
         """The name of the data set, or whose data they were."""
         if self.deployed is not None and self.deployed.own_data:
-            return f"own data of {self.deployed.nodes} nodes"
+            return f"own data of {self.deployed.where}"
         return self.config.data.name
 
     @property

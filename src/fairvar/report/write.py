@@ -108,7 +108,7 @@ def _title(group: Group) -> str:
         parts.append(f"Dirichlet {group.alpha:g}")
     parts.append(group.model)
     if group.deployed is not None:
-        parts.append(f"deployed on {group.deployed.nodes} nodes")
+        parts.append(f"deployed on {group.deployed.where}")
     return ", ".join(parts)
 
 
