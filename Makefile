@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_RAY := $(VENV)/.ready-ray
 
 .PHONY: help demo test deploy fast check bench soak versions clean
 help:
 	@echo "make demo   set up and run all methods on embedded data (about a minute)"
-	@echo "make test   set up and run all tests, deployments on Flower too"
-	@echo "make deploy the deployments, docs/deploy.md command by command and, with ray, simulations"
+	@echo "make test   set up and run all tests but those of make deploy"
+	@echo "make deploy real Flower and Ray processes: deployments, simulations, docs/deploy.md command by command"
 	@echo "make fast   the quick tests only"
 	@echo "make check  format, lint, types"
 	@echo "make bench  speed against a plain client loop, as ratios"
@@ -30,10 +31,14 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/pytest -n auto -m "not deployment"
-	$(BIN)/pytest -m "deployment and not long" tests/flower
 
-deploy: $(READY)
-	$(BIN)/pytest -m deployment tests/flower
+# Ray takes a quarter of a gigabyte, so only this target installs it.
+$(READY_RAY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[simulation]"
+	@touch $@
+
+deploy: $(READY_RAY)
+	$(BIN)/pytest -m deployment tests/flower tests/unit/test_cluster.py
 
 fast: $(READY)
 	$(BIN)/pytest -n auto -m "not slow and not deployment"

@@ -17,7 +17,7 @@ from spy import spied, spy
 
 from fairvar.experiment import StoredRun
 
-pytestmark = [pytest.mark.deployment, pytest.mark.long]
+pytestmark = pytest.mark.deployment
 PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
 
 

@@ -43,7 +43,7 @@ def test_without_ray_the_message_says_what_to_install(tmp_path):
         run_on_ray(Plan.from_dict(PLAN).cells, tmp_path, "local", lambda *_: None)
 
 
-@pytest.mark.slow
+@pytest.mark.deployment
 @pytest.mark.skipif(not HAS_RAY, reason='Ray is not installed (pip install "fairvar[ray]")')
 def test_on_a_local_ray(tmp_path):
     cells = Plan.from_dict(PLAN).cells
