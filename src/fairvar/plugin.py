@@ -35,7 +35,7 @@ def load_plugin(path: Path | None) -> None:
     name = PLUGIN + path.stem
     loader = PluginLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    if spec is None or path.suffix != ".py":
+    if spec is None or path.suffix != ".py" or not path.is_file():
         raise BadInput(f"plugin {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where annotations written as strings are looked up

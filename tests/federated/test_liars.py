@@ -112,7 +112,7 @@ def test_what_all_clients_send_may_grow() -> None:
 
 
 # -- lengths ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("factor", [1e6, 1e3, -1e3])
+@pytest.mark.parametrize("factor", [1e6, -1e3])
 @pytest.mark.parametrize("method", [*METHODS, COLLAPSED], ids=repr)
 def test_an_update_out_of_proportion_has_the_usual_length(method: fv.Method, factor: float) -> None:
     """It counts, in its direction: the model is the same whatever the factor, and near that of the
