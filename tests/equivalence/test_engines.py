@@ -135,6 +135,7 @@ def test_divergence_is_a_result(engine: str, every: int) -> None:
         assert bool(torch.isfinite(table).all())
 
 
+@pytest.mark.filterwarnings("ignore:the run diverged:RuntimeWarning")
 def test_engines_diverge_in_the_same_round() -> None:
     found = {
         quadratic_run(golden_federation(), fv.FairGrad(0.2), (0.5, 0.5), 200, lr=1e3, engine=e)
