@@ -339,7 +339,7 @@ def test_out_of_memory_is_one_line(folder: Path) -> None:
     def little_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (6 * 2**30, 6 * 2**30))
 
-    many = ("data.name=logistic", "data.clients=1000000000")
+    many = ("data.name=quadratic", "data.clients=1000000000", "partition.name=natural")
     done = process("run", QUICK, *many, preexec_fn=little_memory)
     assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr
