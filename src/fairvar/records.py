@@ -123,7 +123,7 @@ class Manifest(Record, frozen=True, kw_only=True):
     """What all manifests have."""
 
     sha256: dict[FileName, Sha256]
-    method: Text
+    method: Annotated[str, Meta(max_length=1000)]  # a label of any form, also of a plugin
     passport: Partition
 
 
