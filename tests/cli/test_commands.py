@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from fairvar import cli
+from fairvar.demo import demo_plan
+from fairvar.experiment import Watch, run_cell
 
 QUICK = str(Path(__file__).parents[2] / "configs" / "quick.toml")
 
@@ -154,6 +156,8 @@ def test_doctor(capsys):
 
 @pytest.mark.slow
 def test_demo_shows_all_eight_methods(capsys, tmp_path):
+    """And the runs that it was asked for, not another seed of an earlier demo in the folder."""
+    run_cell(demo_plan(seeds=2, rounds=10).cells[-1], tmp_path / "runs", Watch())
     code, out, _ = call(
         capsys, "demo", "--seeds", "1", "--rounds", "10", "--out", str(tmp_path), "--json"
     )
@@ -166,6 +170,7 @@ def test_demo_shows_all_eight_methods(capsys, tmp_path):
         assert (tmp_path / f"{stem}-mnist_1000-alpha-0.1.png").stat().st_size > 5000
     assert r"FairGrad\*" in (tmp_path / "table-mnist_1000-alpha-0.1.md").read_text()
     assert "FairGrad*" in (tmp_path / "index.html").read_text()
+    assert "Seeds 0; 30 runs" in table["notes"][1]
 
 
 def test_plugin_brings_an_own_method(capsys, tmp_path):

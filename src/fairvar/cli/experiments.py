@@ -52,6 +52,7 @@ def demo(
         json: print the table as JSON.
     """
     from fairvar.demo import NOTE, TITLE, demo_plan
+    from fairvar.experiment import run_folder
     from fairvar.progress import progress
     from fairvar.report.gather import gather
     from fairvar.report.look import require_matplotlib
@@ -64,7 +65,9 @@ def demo(
     check_writable(out)
     with progress("fairvar demo") as report:
         run_sweep(plan.cells, out / "runs", report, workers or cores())
-    tables, files = write_report(gather(out / "runs"), out, TITLE)
+    # Runs of earlier demos with other options lie in the same folder.
+    asked = {run_folder(cell, out).name for cell in plan.cells}
+    tables, files = write_report(gather(out / "runs", only=asked), out, TITLE)
     show_report(tables, files, json)
     if not json:
         say(NOTE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,14 +116,18 @@ def places(folder: Path) -> list[Path]:
 
 
 def gather(
-    *folders: Path, rule: Rule = lambda config: config.select, model: str | None = None
+    *folders: Path,
+    rule: Rule = lambda config: config.select,
+    model: str | None = None,
+    only: Container[str] | None = None,
 ) -> list[Group]:
     """Group by federation, then by configuration (seeds together), and choose on validation.
 
     `rule`: how to choose in a group, from its configuration. `model`: no other than this one will
-    do; else the one that was measured."""
+    do; else the one that was measured. `only`: the names of the runs to gather; all by default."""
+    found_runs = (run for folder in folders for run in stored_runs(folder))
     pieces: list[Piece] = [
-        *_each_once(run for folder in folders for run in stored_runs(folder)),
+        *_each_once(run for run in found_runs if only is None or run.folder.name in only),
         *_distinct(s for folder in folders for s in Condensed.all_in(unpacked(folder))),
     ]
     versions = _versions(pieces)
