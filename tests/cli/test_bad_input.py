@@ -334,18 +334,6 @@ def test_full_disk(folder: Path, capsys) -> None:
     assert "File too large" in done.stderr.splitlines()[-1]
 
 
-def test_out_of_memory_is_one_line(folder: Path) -> None:
-
-    def little_memory() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (6 * 2**30, 6 * 2**30))
-
-    many = ("data.name=logistic", "data.clients=1000000000")
-    done = process("run", QUICK, *many, preexec_fn=little_memory)
-    assert done.returncode == 3, done.stderr
-    assert "Traceback" not in done.stderr
-    assert "out of memory" in done.stderr.splitlines()[-1]
-
-
 def nested(depth: int) -> Path:
     """As many folders within each other, made without long paths."""
     here = os.open(".", os.O_RDONLY)
