@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test deploy fast check bench versions clean
+.PHONY: help demo test deploy fast check bench versions soak clean
 help:
 	@echo "make demo   set up and run all methods on embedded data (about a minute)"
 	@echo "make test   set up and run all tests, deployments on Flower too"
@@ -14,6 +14,7 @@ help:
 	@echo "make check  format, lint, types"
 	@echo "make bench  speed against a plain client loop, as ratios"
 	@echo "make versions  the quick tests on the oldest, the pinned and the newest torch (12 GB, an hour)"
+	@echo "make soak   kills, damaged files, forgeries, hostile replies (about 20 minutes)"
 
 # torch first and alone, pinned: only this spelling is sure to take the CPU build where one lies on
 # disk, and later requirements find it installed.
@@ -48,6 +49,10 @@ bench: $(READY)
 # Environments of their own, beside .venv; `python tools/versions.py --help` for single versions.
 versions: $(READY)
 	$(BIN)/python tools/versions.py
+# Other cases with SEED=1; a part with tools/soak.py --only kills --count 20.
+SEED ?= 0
+soak: $(READY)
+	$(BIN)/python tools/soak.py --seed $(SEED) --json soak.json
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -23,7 +23,8 @@ from fairvar.experiment import Interrupted, Watch, missing, run_cell, run_folder
 from fairvar.groups import arrange, kind, run_group
 from fairvar.plan import Plan
 from fairvar.store import MANIFEST, SLOTS, pack_files, unpack_files
-from fairvar.sweep import crowding, device_for, project, run_sweep, shard
+from fairvar.sweep import crowding, project, run_sweep, shard
+from fairvar.workers import device_for
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper"
 ROUNDS = 6
