@@ -49,6 +49,7 @@ bench: $(READY)
 # Environments of their own, beside .venv; `python tools/versions.py --help` for single versions.
 versions: $(READY)
 	$(BIN)/python tools/versions.py
+
 # Other cases with SEED=1; a part with tools/soak.py --only kills --count 20.
 SEED ?= 0
 soak: $(READY)

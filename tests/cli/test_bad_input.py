@@ -116,6 +116,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "device unknown": (["run", QUICK, "train.device=tpu"], "cuda"),
     "device of verify": (["bench", "--device", "meta"], "device"),
     "threads": (["run", QUICK, "train.threads=1000000000"], "train.threads"),
+    "override of bytes": (["run", QUICK, "data.clients=\udcff"], "UTF-8"),
+    "override of bytes in a sweep": (["sweep", MNIST, "sweep.seeds=\udcff"], "UTF-8"),
     # sizes
     "digits": (["run", QUICK, "train.lr=" + "9" * 5000], "too long"),
     "hexadecimal digits": (["run", QUICK, "train.rounds=0x" + "f" * 5000], "train.rounds"),
