@@ -4,17 +4,18 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_RAY := $(VENV)/.ready-ray
 
-.PHONY: help demo test deploy fast check bench versions soak clean
+.PHONY: help demo test deploy fast check bench soak versions clean
 help:
 	@echo "make demo   set up and run all methods on embedded data (about a minute)"
-	@echo "make test   set up and run all tests, deployments on Flower too"
-	@echo "make deploy the deployments, docs/deploy.md command by command and, with ray, simulations"
+	@echo "make test   set up and run all tests but those of make deploy"
+	@echo "make deploy real Flower and Ray processes: deployments, simulations, docs/deploy.md command by command"
 	@echo "make fast   the quick tests only"
 	@echo "make check  format, lint, types"
 	@echo "make bench  speed against a plain client loop, as ratios"
-	@echo "make versions  the quick tests on the oldest, the pinned and the newest torch (12 GB, an hour)"
 	@echo "make soak   kills, damaged files, forgeries, hostile replies (about 20 minutes)"
+	@echo "make versions  the quick tests on the oldest, the pinned and the newest torch (12 GB, an hour)"
 
 # torch first and alone, pinned: only this spelling is sure to take the CPU build where one lies on
 # disk, and later requirements find it installed.
@@ -30,10 +31,14 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/pytest -n auto -m "not deployment"
-	$(BIN)/pytest -m "deployment and not long" tests/flower
 
-deploy: $(READY)
-	$(BIN)/pytest -m deployment tests/flower
+# Ray takes a quarter of a gigabyte, so only this target installs it.
+$(READY_RAY): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[simulation]"
+	@touch $@
+
+deploy: $(READY_RAY)
+	$(BIN)/pytest -m deployment tests/flower tests/unit/test_cluster.py
 
 fast: $(READY)
 	$(BIN)/pytest -n auto -m "not slow and not deployment"
@@ -46,14 +51,14 @@ check: $(READY)
 bench: $(READY)
 	$(BIN)/fairvar bench
 
-# Environments of their own, beside .venv; `python tools/versions.py --help` for single versions.
-versions: $(READY)
-	$(BIN)/python tools/versions.py
-
 # Other cases with SEED=1; a part with tools/soak.py --only kills --count 20.
 SEED ?= 0
 soak: $(READY)
 	$(BIN)/python tools/soak.py --seed $(SEED) --json soak.json
+
+# Environments of their own, beside .venv; `python tools/versions.py --help` for single versions.
+versions: $(READY)
+	$(BIN)/python tools/versions.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

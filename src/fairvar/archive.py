@@ -21,6 +21,12 @@ from fairvar.tree import Tree
 
 NOT_MEASURED = -1  # instead of a count of right answers
 FIRST_LOSSES = 10  # evaluated rounds whose training losses condensed histories keep
+KINDS = {
+    "right": (torch.int16, torch.int32),
+    "samples": (torch.int64,),
+    "counters": (torch.int64,),
+    "gradient_variance": (torch.float64,),
+}  # of stored tables
 GROUPS = ("params", "buffers", "memory", "mean_gradient", "iterate")
 
 
@@ -56,19 +62,38 @@ def pack_state(state: State) -> bytes:
 
 def unpack_state(content: bytes) -> State:
     with _as_written():
-        return state_from_tensors(_load(content))
+        return state_from_tensors(load_tensors(content))
 
 
-def pack_checkpoint(checkpoint: Checkpoint) -> bytes:
+def pack_checkpoint(checkpoint: Checkpoint, key: Mapping[str, str] | None = None) -> bytes:
+    """`key`: of which run it is, and what it was made with (`identity.checkpoint_key`)."""
     tables = {f"tables/{name}": table for name, table in (checkpoint.tables or {}).items()}
-    return save({**state_tensors(checkpoint.state), **tables})
+    return save({**state_tensors(checkpoint.state), **tables}, dict(key or {}))
 
 
-def unpack_checkpoint(content: bytes) -> Checkpoint:
+def unpack_checkpoint(content: bytes, key: Mapping[str, str] | None = None) -> Checkpoint:
+    """IntegrityError unless it has this key."""
     with _as_written():
-        flat = _load(content)
+        flat = load_tensors(content)
+        found = _metadata(content)
+        for part, wanted in (key or {}).items():
+            if found.get(part) != wanted:
+                raise IntegrityError(_of_another(part, str(found.get(part)), wanted))
         tables = {k.removeprefix("tables/"): v for k, v in flat.items() if k.startswith("tables/")}
+        int(tables.get("diverged_at", flat["round"]))  # a number
         return Checkpoint(state_from_tensors(flat), tables)
+
+
+def _of_another(part: str, found: str, wanted: str) -> str:
+    if part == "identity":
+        return f"it belongs to another run ({found[:16]!r}, not {wanted[:16]})"
+    return f"it was made with {part} {found[:40]!r}, not {wanted}"
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+    """The words in the header of a safetensors file that was loaded before."""
+    length = int.from_bytes(content[:8], "little")
+    return dict(json.loads(content[8 : 8 + length]).get("__metadata__") or {})
 
 
 def pack_history(history: History) -> bytes:
@@ -100,7 +125,7 @@ def pack_history(history: History) -> bytes:
 def condensed_history(content: bytes) -> bytes:
     """What reports need of a packed history, and the first training losses, by which others may
     compare a run of their own, to three digits. Counts are as short as they can be."""
-    flat = {k: v for k, v in _load(content).items()
+    flat = {k: v for k, v in load_tensors(content).items()
             if not k.startswith(("evaluated_loss/", "update_norm"))}  # fmt: skip
     for name, table in flat.items():
         if name.startswith("right/") and table.numel() and int(table.max()) < 2**15:
@@ -114,7 +139,58 @@ def unpack_history(
     content: bytes, state: State, method: Method, facts: Mapping[str, Any]
 ) -> History:
     with _as_written():
-        return _history(_load(content), state, method, facts)
+        flat = load_tensors(content)
+        _check_tables(flat)
+        return _history(flat, state, method, facts)
+
+
+def _check_tables(flat: Tables) -> None:
+    """Every table has the kind and shape that its name promises, and possible numbers."""
+    (clients,) = flat["loss"].shape[1:]
+    seen, evaluated = (_increasing(flat, name) for name in ("observed", "evaluated"))
+    per_client = {"loss": seen, "weights": seen, "update_norm": evaluated}
+    shapes: dict[str, tuple[int, ...]] = {
+        name: (rows, clients) for name, rows in per_client.items()
+    }
+    shapes |= {"ascended": (seen,), "gradient_variance": (evaluated,), "counters": (3,)}
+    for name, table in flat.items():
+        kind, _, rest = name.partition("/")
+        if kind in ("right", "evaluated_loss"):
+            split, _, model = rest.partition("/")
+            if model not in ("global", "local") or f"samples/{split}" not in flat:
+                raise ValueError(f"{name[:80]!r} is the name of no table")
+            shapes[name] = (evaluated, clients)
+        elif kind == "samples":
+            shapes[name] = (clients,)
+        if name in shapes and table.shape != shapes[name]:
+            raise ValueError(f"{name[:80]} has shape {tuple(table.shape)}, not {shapes[name]}")
+        floats = kind in ("loss", "weights", "ascended", "evaluated_loss", "update_norm")
+        _check_kind(name, table, (torch.float32,) if floats else KINDS.get(kind))
+        if kind == "samples" or name == "counters":
+            _check_range(name, table, torch.zeros((), dtype=torch.int64), None)
+        if kind == "right":
+            _check_range(name, table, torch.tensor(NOT_MEASURED), flat[f"samples/{split}"])
+    if bool(torch.isinf(flat["weights"]).any()):
+        raise ValueError("weights holds infinity")
+
+
+def _increasing(flat: Tables, name: str) -> int:
+    """The length of a column of round numbers."""
+    table = flat[name]
+    _check_kind(name, table, (torch.int64,))
+    if table.dim() != 1 or bool((table.diff() < 1).any()) or bool((table < 0).any()):
+        raise ValueError(f"{name} is no column of increasing rounds")
+    return len(table)
+
+
+def _check_kind(name: str, table: Tensor, kinds: tuple[torch.dtype, ...] | None) -> None:
+    if kinds is not None and table.dtype not in kinds:
+        raise ValueError(f"{name[:80]} holds {table.dtype}")
+
+
+def _check_range(name: str, table: Tensor, least: Tensor, most: Tensor | None) -> None:
+    if bool((table < least).any()) or (most is not None and bool((table > most).any())):
+        raise ValueError(f"{name[:80]} holds an impossible count")
 
 
 def _history(flat: Tables, state: State, method: Method, facts: Mapping[str, Any]) -> History:
@@ -133,7 +209,8 @@ def _history(flat: Tables, state: State, method: Method, facts: Mapping[str, Any
         rounds=int(facts["rounds"]),
         observed=flat["observed"],
         samples=samples,
-        classifies=any(k.startswith("right/") for k in flat),
+        classifies=any(k.startswith("right/") for k in flat)
+        or not any(k.startswith("evaluated_loss/") for k in flat),
         diverged_at=facts["diverged_at"],
         birth=facts["birth"],
     )
@@ -144,11 +221,15 @@ def _as_written() -> Iterator[None]:
     """Tensors with other names or shapes than fairvar's are no result, whatever their checksum."""
     try:
         yield
-    except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise IntegrityError(f"it does not hold what fairvar writes: {error!r}") from None
+    except (LookupError, ValueError, TypeError, RuntimeError, ArithmeticError) as error:
+        reason = (str(error).splitlines() or [""])[0][:160]
+        raise IntegrityError(
+            f"it does not hold what fairvar writes: {type(error).__name__}: {reason}"
+        ) from None
 
 
-def _load(content: bytes) -> dict[str, Tensor]:
+def load_tensors(content: bytes) -> dict[str, Tensor]:
+    """Tensors by name; IntegrityError if it is no safetensors file."""
     try:
         return load(content)
     except SafetensorError as error:

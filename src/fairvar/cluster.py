@@ -6,7 +6,7 @@ Workers need no shared disk: a task sends its files back and the caller stores t
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,10 +14,10 @@ from typing import Any
 from fairvar.config import Config
 from fairvar.errors import BadInput
 from fairvar.experiment import Interrupted, Watch, missing
-from fairvar.groups import arrange, run_group
+from fairvar.groups import arrange, parts_to_do, run_group
 from fairvar.progress import Report
 from fairvar.signals import stop_signals
-from fairvar.store import save_files
+from fairvar.store import LOCKS, MANIFEST, save_files
 
 
 def compute_files(group: Sequence[str]) -> dict[str, bytes]:
@@ -26,27 +26,33 @@ def compute_files(group: Sequence[str]) -> dict[str, bytes]:
     with TemporaryDirectory() as name:
         out = Path(name)
         run_group(tuple(Config.from_toml(text) for text in group), out, Watch())
-        kept = [f for f in sorted(out.glob("*/*")) if f.parent.name != ".locks"]
+        kept = [f for f in sorted(out.glob("*/*")) if f.parent.name != LOCKS]
         return {str(f.relative_to(out)): f.read_bytes() for f in kept}
+
+
+def save_new(out: Path, files: Mapping[str, bytes]) -> None:
+    """Files by folder and name; runs that are stored already trained along for the others."""
+    done = {path.parent.name for path in out.glob(f"*/{MANIFEST}")}
+    save_files(out, {n: f for n, f in files.items() if n.partition("/")[0] not in done}, depth=2)
 
 
 def run_on_ray(
     cells: Sequence[Config], out: Path, address: str, report: Report, batch: bool = True
 ) -> None:
     ray = _import_ray()
-    todo = [group for group in arrange(cells, batch) if missing(group, out)]
+    todo = [part for group in arrange(cells, batch) for part in parts_to_do(group, out)]
     ray.init(address=address, log_to_driver=False)
     try:
         with stop_signals() as asked:  # after ray.init, which takes SIGTERM
             task = ray.remote(max_retries=3)(compute_files)
-            pending = [task.remote([cell.to_toml() for cell in missing(g, out)]) for g in todo]
+            pending = [task.remote([cell.to_toml() for cell in part]) for part in todo]
             while pending:
                 if asked():
                     raise Interrupted("interrupted; the same command continues")
                 ready, _ = ray.wait(pending, num_returns=1, timeout=1.0)
                 for reference in ready:
                     pending.remove(reference)
-                    save_files(out, ray.get(reference))
+                    save_new(out, ray.get(reference))
                 done = len(cells) - len(missing(cells, out))
                 report(done, len(cells), f"runs, on Ray at {address}")
     finally:

@@ -24,6 +24,7 @@ from fairvar.data import DATASET_NAMES, Dirichlet, Partition
 from fairvar.engine.losses import LOSSES
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.errors import BadInput, plain, shown, suggestion, unknown
+from fairvar.files import MOST_TEXT, read_bytes
 from fairvar.methods import METHODS, FedAvg, Method
 from fairvar.models import MODELS
 from fairvar.select import Criterion
@@ -71,6 +72,8 @@ class ModelConfig(Checked, frozen=True, kw_only=True):
             raise BadInput(
                 "model.weights and model.weights_sha256 go together: a file and what it is"
             )
+        if self.weights_sha256 is not None:
+            msgspec.structs.force_setattr(self, "weights_sha256", self.weights_sha256.lower())
         if self.name not in MODELS:
             raise unknown("model.name", self.name, MODELS)
         if self.loss not in LOSSES:
@@ -140,14 +143,19 @@ class Config(Checked, frozen=True, kw_only=True):
 
 @lru_cache(maxsize=100_000)  # a sweep asks for its thousands of folders again and again
 def _fingerprint(config: Config) -> str:
+    text = json.dumps(deciding_values(config), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def deciding_values(config: Config) -> dict[str, Any]:
+    """The settings that decide what a run computes, in canonical form."""
     values = config.to_dict()
     for dotted in (*NOT_IN_FINGERPRINT, *SINCE_THEN):
         *path, last = dotted.split(".")
         section = reduce(lambda d, k: d.get(k, {}), path, values)
         if section.get(last) == SINCE_THEN.get(dotted, section.get(last)):
             section.pop(last, None)
-    text = json.dumps(_canonical(values), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return dict(_canonical(values))
 
 
 def _single(values: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +171,7 @@ def _union(kinds: Mapping[str, type[Method]]) -> Any:
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return parse_toml(path.read_text(encoding="utf-8"), str(path))
+        return parse_toml(read_bytes(path, MOST_TEXT).decode(), str(path))
     except FileNotFoundError:
         raise BadInput(f"{path} does not exist; give a TOML file: {EXAMPLE}") from None
     except (OSError, ValueError) as error:  # no UTF-8, or a path with a NUL byte

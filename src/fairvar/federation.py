@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
-from fairvar.errors import BadInput
+from fairvar.errors import BadInput, shown
 
 SPLITS = ("train", "valid", "test")
 
@@ -58,7 +58,9 @@ class Split:
         return Split(move(self.x), move(self.y), self.counts)
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity: two data sets are hardly ever equal
+@dataclass(
+    frozen=True, eq=False, repr=False
+)  # compared by identity: two data sets are hardly ever equal
 class Federation:
     """All clients' data. `passport` tells where the partition came from, if it was drawn."""
 
@@ -68,6 +70,10 @@ class Federation:
     name: str = "arrays"
     classes: int | None = None  # None: regression
     passport: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        held = ", ".join(f"{len(split.y)} {part}" for part, split in self.splits.items())
+        return f"<Federation {self.name}: {self.clients} clients, {held}>"
 
     @property
     def clients(self) -> int:
@@ -102,23 +108,59 @@ class Federation:
         name: str = "arrays",
         passport: Mapping[str, Any] | None = None,
     ) -> Federation:
-        """One (x, y) pair of arrays or tensors per client. Integer y: classes; float y: regression.
+        """One (x, y) pair of arrays or tensors per client. One integer y per sample: classes; float
+        y: regression. (Integers of another shape, such as next tokens, are for a loss of your own.)
 
         Everything is checked here, once: lengths, shapes, finite values, label range. A client
         may lack validation or test samples (it then counts in no average), never training samples.
         """
-        if not train:
-            raise BadInput("train holds no client; give one (x, y) pair per client")
+        _check_facts(classes, name, passport)
         given = {"train": train, "valid": valid, "test": test}
-        splits = {k: _join(k, v, len(train)) for k, v in given.items() if v is not None}
-        labelled = not splits["train"].y.is_floating_point()
-        if labelled:
-            largest = max(int(s.y.max()) for s in splits.values() if len(s.y))
-            classes = classes or largest + 1
+        pairs = {part: _pairs(part, v) for part, v in given.items() if v is not None}
+        if not pairs.get("train"):
+            raise BadInput("train holds no client; give one (x, y) pair per client")
+        splits = {part: _join(part, v, len(pairs["train"])) for part, v in pairs.items()}
+        _check_alike(splits)
+        y = splits["train"].y
+        whole = not y.is_floating_point()
+        if whole:
+            largest = max(int(s.y.max()) for s in splits.values() if s.y.numel())
+            known = classes or max(largest, 0) + 1
             for part, split in splits.items():
-                _check_labels(part, split, classes)
-        return cls(**splits, name=name, classes=classes if labelled else None,
+                _check_labels(part, split, known)
+        return cls(**splits, name=name, classes=known if whole and y.dim() == 1 else None,
                    passport=dict(passport or {}))  # fmt: skip
+
+
+def _check_facts(classes: object, name: object, passport: object) -> None:
+    count = isinstance(classes, int) and not isinstance(classes, bool) and classes >= 1
+    if classes is not None and not count:
+        raise BadInput(f"classes = {shown(classes)}: give the number of classes, or leave it out")
+    if not isinstance(name, str):
+        raise BadInput(f"name = {shown(name)}: give a string")
+    if not isinstance(passport, Mapping | None):
+        raise BadInput(f"passport must be a dict, not {type(passport).__name__}")
+
+
+def _pairs(part: str, given: Any) -> list[tuple[Any, Any]]:
+    """The clients' (x, y) pairs, whatever holds them."""
+    way = f"{part} must be a list with one (x, y) pair of arrays per client"
+    if isinstance(given, Tensor | np.ndarray | str | bytes | Mapping):
+        raise BadInput(f"{way}, not a {type(given).__name__}")
+    try:
+        found = list(given)
+    except TypeError:
+        raise BadInput(f"{way}, not a {type(given).__name__}") from None
+    for i, pair in enumerate(found):
+        if isinstance(pair, tuple | list) and len(pair) == 2:
+            continue
+        if len(found) == 2 and isinstance(given, tuple):
+            raise BadInput(f"{way}; of one client give [(x, y)]")
+        kind = f"a {type(pair).__name__}"
+        if isinstance(pair, tuple | list):
+            kind += f" of {len(pair)}"
+        raise BadInput(f"{way}, but client {i} is {kind}")
+    return [(x, y) for x, y in found]
 
 
 def _tensor(values: Any, where: str) -> Tensor:
@@ -128,8 +170,12 @@ def _tensor(values: Any, where: str) -> Tensor:
             if isinstance(values, Tensor)
             else torch.tensor(np.asarray(values))
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise BadInput(f"{where} cannot be read as an array of numbers ({error})") from None
+    if t.dim() == 0:
+        raise BadInput(f"{where} is a single number; give an array with one row per sample")
+    if t.is_complex():
+        raise BadInput(f"{where} holds complex numbers; give real ones")
     if t.is_floating_point() and not torch.isfinite(t).all():
         bad = int((~torch.isfinite(t)).flatten(1).any(1).nonzero()[0]) if t.dim() > 1 else int(
             (~torch.isfinite(t)).nonzero()[0])  # fmt: skip
@@ -174,6 +220,18 @@ def _join(part: str, pairs: Sequence[tuple[Any, Any]], clients: int) -> Split:
     return Split(torch.cat(xs), torch.cat(ys), counts)
 
 
+def _check_alike(splits: Mapping[str, Split]) -> None:
+    """Samples of all splits have the shape of the training samples."""
+    first = splits["train"]
+    for part, split in splits.items():
+        for name, own, trained in (("x", split.x, first.x), ("y", split.y, first.y)):
+            if own.shape[1:] != trained.shape[1:]:
+                raise BadInput(f"{part}: samples of {name} have shape {tuple(own.shape[1:])}, "
+                               f"but {tuple(trained.shape[1:])} in train")  # fmt: skip
+            if own.is_floating_point() != trained.is_floating_point():
+                raise BadInput(f"{part}: {name} is {own.dtype}, but {trained.dtype} in train")
+
+
 def _check_labels(part: str, split: Split, classes: int) -> None:
     bad = ((split.y < 0) | (split.y >= classes)).nonzero()
     if len(bad):
@@ -181,5 +239,5 @@ def _check_labels(part: str, split: Split, classes: int) -> None:
         client = int(split.client[row])
         raise BadInput(
             f"{part}, client {client}, sample {row - split.offsets[client]}: label "
-            f"{int(split.y[row])} is outside 0 … {classes - 1}"
+            f"{int(split.y[tuple(bad[0])])} is outside 0 … {classes - 1}"
         )

@@ -1,7 +1,9 @@
 """Runs of a sweep that differ in numbers only: computed as one batch, stored as separate runs.
 
 Groups follow from the plan alone. Neither the number of workers nor an interruption changes who
-trains with whom, and so the bytes of a sweep do not depend on them.
+trains with whom, and so the bytes of a sweep do not depend on them. The last bits of a run depend
+on who trains beside it; its manifest lists them, so that a run that was deleted can be trained with
+the same others again.
 
 A group under way has a folder of its own, `.groups/HASH`: checkpoints of all its runs at one round
 and, when they are trained, `finished`, from which the runs are stored one by one. Whoever dies in
@@ -11,13 +13,14 @@ between finds there what the others were stored from.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from msgspec.structs import replace
 
 from fairvar.archive import pack_checkpoint, unpack_checkpoint
@@ -29,10 +32,12 @@ from fairvar.experiment import (
     Watch,
     compute,
     federation_of,
+    holds_run,
     keeper,
     leave_nothing,
     missing,
     model_of,
+    pass_over,
     record_federation,
     run_cell,
     run_files,
@@ -42,12 +47,17 @@ from fairvar.experiment import (
 )
 from fairvar.federation import Federation
 from fairvar.history import History
+from fairvar.identity import checkpoint_key, identity_of
 from fairvar.methods import FedAvg
 from fairvar.store import (
+    inside,
     is_complete,
+    lock_of,
+    no_link,
     pack_files,
     read_checkpoints,
     read_hashed,
+    read_manifest,
     unpack_files,
     write_checkpoint,
     write_hashed,
@@ -55,7 +65,7 @@ from fairvar.store import (
 
 Group = tuple[Config, ...]
 MOST_TOGETHER = 100  # a compromise: every group is one worker's, and a plan may have few kinds
-FINISHED = "finished"
+GROUPS, FINISHED = ".groups", "finished"
 
 
 def arrange(cells: Sequence[Config], batch: bool = True) -> list[Group]:
@@ -106,14 +116,12 @@ def run_group(group: Group, out: Path, watch: Watch) -> bool:
         return run_cell(group[0], out, watch) is not None
     folders = sorted(run_folder(cell, out) for cell in missing(group, out))
     try:
-        (out / ".locks").mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
             # All in the same order: of two processes with runs in common one gets them all.
             for folder in folders:
-                held.enter_context(FileLock(out / ".locks" / folder.name, timeout=0))
-            todo = missing(group, out)
-            if todo:
-                _finish(group, todo, out, watch)
+                held.enter_context(lock_of(folder))
+            for part in parts_to_do(group, out):
+                _finish(part, out, watch)
     except Timeout:
         return False
     except BadInput:
@@ -124,25 +132,65 @@ def run_group(group: Group, out: Path, watch: Watch) -> bool:
     return True
 
 
-def _finish(group: Group, todo: Sequence[Config], out: Path, watch: Watch) -> None:
-    """Store the runs `todo` of a group, from what is left of an earlier attempt if there is any."""
-    home = _home(group, out)
+def parts_to_do(group: Group, out: Path) -> list[Group]:
+    """Who trains together, so that what is missing of a group gets stored.
+
+    The whole group if an earlier attempt left something; those that trained together before, where
+    a stored run lists a missing one; else the missing ones among themselves."""
+    todo = {_name(cell): cell for cell in missing(group, out)}
+    if not todo:
+        return []
+    if _has_something(_home(group, out), todo):
+        return [group]
+    known, found = {_name(cell): cell for cell in group}, list[Group]()
+    for name in [name for name in known if name not in todo]:
+        before = _trained_with(out / name)
+        if not todo.keys() & before:
+            continue
+        if known.keys() >= set(before):
+            found.append(tuple(known[n] for n in before))
+            todo = {n: cell for n, cell in todo.items() if n not in before}
+        else:
+            print(f"fairvar: the plan lacks some of the runs that trained with {out / name}; what "
+                  "is missing of them may differ in its last bits", file=sys.stderr)  # fmt: skip
+            break
+    return [*found, *([tuple(todo.values())] if todo else [])]
+
+
+def _trained_with(folder: Path) -> list[str]:
+    """The names of the runs that a stored run trained with, itself among them."""
+    listed = (read_manifest(folder) or {}).get("group", [])
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    return list(dict.fromkeys(names))
+
+
+def _has_something(home: Path, names: Iterable[str]) -> bool:
+    """Whether a group's folder holds the runs of these names, trained or half trained."""
+    found = [*read_checkpoints(home), read_hashed(home / FINISHED) or b""]
+    return any(unpack_files(payload).keys() >= set(names) for payload in found)
+
+
+def _finish(part: Group, out: Path, watch: Watch) -> None:
+    """Train these runs together, or find what is left of an earlier attempt, and store those that
+    are missing. (The others must train along: last bits may depend on how many do.)"""
+    todo = missing(part, out)
+    if len(part) == 1:
+        folder = run_folder(part[0], out)
+        return save_run(folder, part[0], compute(part[0], folder, watch))
+    home = _home(part, out)
     files = _finished(home)
-    if not files.keys() >= {_name(cell) for cell in todo}:
-        starts = _starts(home, group, todo)
-        if not starts and len(todo) == 1:
-            folder = run_folder(todo[0], out)
-            return save_run(folder, todo[0], compute(todo[0], folder, watch))
-        # With a checkpoint all its runs go on, also those that are stored by now: the last bits of
-        # a run may depend on how many train beside it.
-        cells = [cell for cell in group if _name(cell) in starts] or todo
-        histories = compute_group(cells, starts, home, watch)
-        done = zip(cells, histories, strict=True)
-        files = {_name(cell): pack_files(run_files(cell, history)) for cell, history in done}
-        write_hashed(home / FINISHED, pack_files(files))
+    if not all(holds_run(files.get(_name(cell), {}), identity_of(cell)) for cell in todo):
+        histories = compute_group(part, _starts(home, part), home, watch)
+        names = [_name(cell) for cell in part]
+        files = {
+            name: run_files(cell, history, group=names)
+            for name, cell, history in zip(names, part, histories, strict=True)
+        }
+        packed = {name: pack_files(of_run) for name, of_run in files.items()}
+        write_hashed(home / FINISHED, pack_files(packed))
     record_federation(out, federation_of(todo[0]))
     for cell in todo:
-        store_run(run_folder(cell, out), unpack_files(files[_name(cell)]))
+        store_run(run_folder(cell, out), files[_name(cell)])
     _drop(home)
 
 
@@ -152,9 +200,13 @@ def compute_group(
     """Train all of them, from their checkpoints or from the beginning."""
     first = cells[0]
     torch.set_num_threads(first.train.threads)
+    keys = [checkpoint_key(identity_of(cell)) for cell in cells]
 
     def write(number: int, made: list[Checkpoint]) -> None:
-        packed = {_name(c): pack_checkpoint(m) for c, m in zip(cells, made, strict=True)}
+        packed = {
+            _name(cell): pack_checkpoint(checkpoint, key)
+            for cell, checkpoint, key in zip(cells, made, keys, strict=True)
+        }
         write_checkpoint(home, number, pack_files(packed))
 
     data, loss = federation_of(first), first.model.loss
@@ -166,6 +218,9 @@ def compute_group(
     try:
         return train_grid(members, data, loss, first.evaluate, watch.progress, keep)
     except BadInput as error:
+        if starts:  # which are files, and may hold anything
+            pass_over(home, error)
+            return compute_group(cells, {}, home, watch)
         raise _blame(cells, members, data, error) from None
 
 
@@ -186,42 +241,57 @@ def _blame(
 def tidy(out: Path) -> None:
     """Drop what was left of groups whose runs are all stored: by a kill in the last moment, by
     another way of computing them, or by a plan that has changed since."""
-    for home in sorted((out / ".groups").glob("*")):
+    homes = [] if (out / GROUPS).is_symlink() else sorted((out / GROUPS).glob("*"))
+    for home in homes:
         found = [*read_checkpoints(home), read_hashed(home / FINISHED) or b""]
         names = {name for payload in found for name in unpack_files(payload)}
-        if names and all(is_complete(out / name) for name in names):
+        if names and all(_is_stored(out, name) for name in names) and not home.is_symlink():
             _drop(home)
+
+
+def _is_stored(out: Path, name: str) -> bool:
+    try:
+        return is_complete(inside(out, name))
+    except IntegrityError:  # no name of ours
+        return False
 
 
 def _home(group: Group, out: Path) -> Path:
     names = " ".join(map(_name, group))
-    return out / ".groups" / hashlib.sha256(names.encode()).hexdigest()[:16]
+    return no_link(no_link(out / GROUPS) / hashlib.sha256(names.encode()).hexdigest()[:16])
 
 
 def _name(cell: Config) -> str:
-    return run_folder(cell, Path()).name
+    return identity_of(cell).name
 
 
-def _finished(home: Path) -> dict[str, bytes]:
-    return unpack_files(read_hashed(home / FINISHED) or b"")
+def _finished(home: Path) -> dict[str, dict[str, bytes]]:
+    packed = unpack_files(read_hashed(home / FINISHED) or b"")
+    return {name: unpack_files(content) for name, content in packed.items()}
 
 
-def _starts(home: Path, group: Group, todo: Sequence[Config]) -> dict[str, Checkpoint]:
-    """The newest intact checkpoint that holds all runs to do; {} if there is none."""
-    known, needed = set(map(_name, group)), set(map(_name, todo))
+def _starts(home: Path, part: Group) -> dict[str, Checkpoint]:
+    """The newest checkpoint of all these runs; {} if there is none."""
     found: list[dict[str, Checkpoint]] = []
     for payload in read_checkpoints(home):
-        with suppress(IntegrityError):
-            starts = {n: unpack_checkpoint(part) for n, part in unpack_files(payload).items()}
-            if needed <= starts.keys() <= known:
-                found.append(starts)
+        packed = unpack_files(payload)
+        try:
+            found.append({
+                _name(cell): unpack_checkpoint(
+                    packed.get(_name(cell), b""), checkpoint_key(identity_of(cell))
+                )
+                for cell in part
+            })  # fmt: skip
+        except IntegrityError as error:
+            pass_over(home, error)
     return max(found, key=lambda s: max(c.state.round for c in s.values()), default={})
 
 
 def _drop(home: Path) -> None:
     """The group's own folder, and that of all groups with the last one."""
     for path in sorted(home.glob("*")):  # what tells whose it was goes last
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
     for empty in (home, home.parent):
         with suppress(OSError):
             empty.rmdir()

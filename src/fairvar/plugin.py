@@ -5,9 +5,24 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import CodeType
 
 from fairvar.errors import PLUGIN, BadInput, FairvarError
+from fairvar.files import MOST_CODE, read_bytes
+
+
+class PluginLoader(SourceFileLoader):
+    """Compiles the file each time: Python's cached bytecode outlives an edit within a second. It
+    keeps what was executed, of which `identity` takes the checksum."""
+
+    source = b""
+
+    def get_code(self, fullname: str) -> CodeType:
+        self.source = read_bytes(Path(self.path), MOST_CODE)
+        code: CodeType = self.source_to_code(self.source, self.path)
+        return code
 
 
 def load_plugin(path: Path | None) -> None:
@@ -18,13 +33,14 @@ def load_plugin(path: Path | None) -> None:
 
     # A name of its own: a plugin called json.py must not take the place of that module.
     name = PLUGIN + path.stem
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
+    loader = PluginLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    if spec is None or path.suffix != ".py" or not path.is_file():
         raise BadInput(f"plugin {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where annotations written as strings are looked up
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except KeyboardInterrupt:
         raise
     except FairvarError as error:

@@ -14,6 +14,7 @@ from jaxtyping import Float64
 
 from fairvar.checked import Checked, Count, NonNegative
 from fairvar.errors import BadInput
+from fairvar.metrics import mean_and_variance
 
 
 class Criterion(Checked, frozen=True, kw_only=True):
@@ -33,8 +34,8 @@ class Criterion(Checked, frozen=True, kw_only=True):
     model: Literal["global", "local"] = "global"
 
     def score(self, curve: Curve, seeds: int) -> Float64[np.ndarray, " rounds"]:
-        """One score per evaluated round."""
-        penalty = self.t * np.sqrt(curve.variance / (self.m or seeds))
+        """One score per evaluated round. A single client differs from nobody: no penalty."""
+        penalty = self.t * np.sqrt(np.nan_to_num(curve.variance) / (self.m or seeds))
         return curve.mean - penalty * (0.1 if self.unit == "mixed" else 1.0)
 
 
@@ -48,8 +49,8 @@ class Curve:
     @staticmethod
     def of(accuracy: Float64[np.ndarray, "seeds rounds n"]) -> Curve:
         """Clients without samples (NaN) do not count."""
-        variance = np.nanvar(accuracy, axis=2, ddof=1)
-        return Curve(np.nanmean(accuracy, axis=2).mean(0), variance.mean(0))
+        mean, variance = mean_and_variance(accuracy)
+        return Curve(mean.mean(0), variance.mean(0))
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def best(candidates: Sequence[Validation], criterion: Criterion) -> Choice:
         if candidate.curve is None:
             continue
         scores = criterion.score(candidate.curve, candidate.seeds)
-        variance = candidate.curve.variance
+        variance = np.nan_to_num(candidate.curve.variance)
         for at, score in enumerate(scores):
             rank = (-score, variance[at], candidate.strength, candidate.rounds[at])
             if np.isfinite(score) and (key is None or rank < key):

@@ -7,9 +7,11 @@ it may hold a checkpoint to continue from. Nothing is ever unpickled.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Mapping
@@ -18,10 +20,46 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from fairvar.errors import BadInput, IntegrityError, RunFailed
+from fairvar.files import MOST_RECORD, MOST_TENSORS, read_bytes
+from fairvar.records import Manifest, Record, RunManifest, check, parse_json
 
 MANIFEST = "manifest.json"
 SEAL = ',\n  "seal": "'
+PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # a part of a name that fairvar writes
+LOCKS = ".locks"
+
+
+def inside(folder: Path, name: str, depth: int = 1) -> Path:
+    """Where a name that comes from a file leads: at most `depth` plain parts below the folder.
+
+    All such names are checked here. A seal is a checksum and no signature: a folder or an archive
+    from elsewhere may name any place, and may hold links to it.
+    """
+    parts = name.split("/")
+    if len(parts) > depth or not all(PLAIN.fullmatch(part) for part in parts):
+        raise IntegrityError(f"{name[:200]!r} is not a file of its own in {folder}; refused")
+    path = folder
+    for part in parts:
+        path = no_link(path / part)
+    return path
+
+
+def no_link(path: Path) -> Path:
+    """A path that may be written or deleted: a received folder may hold links to elsewhere."""
+    if path.is_symlink():
+        raise IntegrityError(f"{path} is a link; refused: delete it, or copy what it points to")
+    return path
+
+
+def lock_of(folder: Path, timeout: float = 0.0) -> FileLock:
+    """The lock of a run's folder. It is the operating system's: it ends with its process, however
+    that dies."""
+    locks = no_link(folder.parent / LOCKS)
+    locks.mkdir(parents=True, exist_ok=True)
+    return FileLock(no_link(locks / no_link(folder).name), timeout=timeout)
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -61,12 +99,12 @@ def check_writable(folder: Path) -> None:
     """Refuse an output folder that cannot be written before any work is done."""
     try:
         if folder.exists() and not folder.is_dir():
-            raise BadInput(f"{folder} is a file; choose another folder with --out")
+            raise FileExistsError(errno.EEXIST, "it is a file")
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        reason = error.strerror or error
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise BadInput(f"cannot write into {folder}: {reason}; choose another --out") from None
 
 
@@ -80,26 +118,15 @@ def _seal(body: bytes) -> bytes:
     return body[: -len("\n}")] + f'{SEAL}{digest}"\n}}\n'.encode()
 
 
-def open_manifest(raw: bytes) -> dict[str, Any]:
-    """The facts of a manifest, which lists its files; ValueError if it is not as it was written."""
-    found = open_seal(raw)
-    if not isinstance(found.get("sha256"), dict):
-        raise ValueError("it lists no files")
-    return found
-
-
-def open_seal(raw: bytes) -> dict[str, Any]:
-    """The sealed facts; ValueError if a single bit is not as it was written."""
+def open_seal(raw: bytes, kind: type[Record]) -> dict[str, Any]:
+    """The facts of a sealed record; ValueError if a single bit is not as it was written, or if it
+    is none of this kind."""
     head, mark, _ = raw.rpartition(SEAL.encode())
     body = head + b"\n}"
     if not mark or _seal(body) != raw:
         raise ValueError("its seal is broken")
-    try:
-        found = json.loads(body)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    if not isinstance(found, dict):
-        raise ValueError("it is not an object")
+    found = parse_json(body)
+    check(found, kind)
     return found
 
 
@@ -109,10 +136,11 @@ def with_manifest(files: Mapping[str, bytes], facts: Mapping[str, Any]) -> dict[
     return {**files, MANIFEST: seal({**facts, "sha256": checksums})}
 
 
-def save_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Manifests last: only then a run counts as finished."""
+def save_files(folder: Path, files: Mapping[str, bytes], depth: int = 1) -> None:
+    """Manifests last: only then a run counts as finished. `depth` 2: files in folders."""
+    places = {name: inside(folder, name, depth) for name in files}
     for name in sorted(files, key=lambda n: n.endswith(MANIFEST)):
-        write_bytes(folder / name, files[name])
+        write_bytes(places[name], files[name])
 
 
 def is_complete(folder: Path) -> bool:
@@ -120,32 +148,30 @@ def is_complete(folder: Path) -> bool:
     return (folder / MANIFEST).exists()
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
+def read_manifest(folder: Path, kind: type[Manifest] = RunManifest) -> dict[str, Any] | None:
     """The manifest of a finished run; None if it is unfinished."""
-    path = folder / MANIFEST
+    return read_record(folder / MANIFEST, kind, f"delete {folder} and run again")
+
+
+def read_record(path: Path, kind: type[Record], way_out: str) -> dict[str, Any] | None:
+    """A sealed file; None if it is not there."""
     try:
-        raw = path.read_bytes()
+        return open_seal(read_bytes(path, MOST_RECORD), kind)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise IntegrityError(f"{path} cannot be read: {error.strerror}") from None
-    try:
-        return open_manifest(raw)
     except ValueError as error:
-        raise IntegrityError(f"{path} is damaged: {error}; delete {folder} and run again") from None
+        raise IntegrityError(f"{path} is damaged: {error}; {way_out}") from None
 
 
 def read_sealed(folder: Path, manifest: Mapping[str, Any], name: str) -> bytes:
     """A file of a finished run, exactly as it was written."""
-    path = folder / name
-    # The seal is no signature: a manifest from elsewhere may name files outside of its folder.
-    if Path(name).name != name or path.is_symlink():
-        raise IntegrityError(f"{str(path)!r} is not a file of its own in the run's folder; refused")
+    path = inside(folder, name)
     try:
-        content = path.read_bytes()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise IntegrityError(f"{path} cannot be read: {reason}; run again") from None
+        content = read_bytes(path, MOST_TENSORS, follow=False)
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error.strerror}; run again") from None
     if hashlib.sha256(content).hexdigest() != manifest["sha256"].get(name):
         raise IntegrityError(f"{path} was changed after it was written; delete {folder}, run again")
     return content
@@ -182,10 +208,10 @@ def write_hashed(path: Path, payload: bytes) -> None:
 def read_hashed(path: Path) -> bytes | None:
     """The payload, if it is there and intact."""
     try:
-        digest, _, payload = path.read_bytes().partition(b"\n")
+        head, _, payload = read_bytes(path, MOST_TENSORS).partition(b"\n")
     except OSError:
         return None
-    return payload if hashlib.sha256(payload).hexdigest().encode() == digest else None
+    return payload if hashlib.sha256(payload).hexdigest().encode() == head else None
 
 
 def pack_files(files: Mapping[str, bytes]) -> bytes:
@@ -198,10 +224,10 @@ def unpack_files(content: bytes) -> dict[str, bytes]:
     """What `pack_files` packed; nothing if it is something else."""
     head, _, body = content.partition(b"\n")
     try:
-        lengths = json.loads(head)
-    except (ValueError, RecursionError):
+        lengths = parse_json(head)
+    except ValueError:
         return {}
-    if not isinstance(lengths, dict) or not all(type(n) is int for n in lengths.values()):
+    if not all(type(n) is int for n in lengths.values()):
         return {}
     ends = list(accumulate(lengths.values(), initial=0))
     whole = ends == sorted(ends) and ends[-1] == len(body)

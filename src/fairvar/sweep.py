@@ -25,6 +25,7 @@ from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput
 from fairvar.experiment import Interrupted, federation_of, missing, model_of, run_folder
 from fairvar.groups import Group, arrange, kind, tidy
+from fairvar.identity import look_again
 from fairvar.progress import Report
 from fairvar.signals import stop_signals
 from fairvar.workers import Plain, Pulse, Task, run_workers, work
@@ -81,6 +82,7 @@ def run_sweep(
     """
     if workers < 1 or (save_every is not None and save_every < 1):
         raise BadInput("--workers and --save-every must be at least 1")
+    look_again()
     deadline = None if budget is None else time.monotonic() + budget
     with stop_signals() as asked:
         spent = False
@@ -111,7 +113,7 @@ def run_sweep(
 
 
 def groups_to_do(cells: Sequence[Config], out: Path, batch: bool) -> list[Group]:
-    """Groups of the whole plan of which something is missing; a finished plan needs no data."""
+    """Groups of the whole plan of which something is missing."""
     if not missing(cells, out):
         return []
     return [group for group in arrange(cells, batch) if missing(group, out)]

@@ -9,11 +9,14 @@ of a network turn such rounding into another trajectory.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor
@@ -21,12 +24,13 @@ from torch import Tensor
 from fairvar import rng
 from fairvar.config import Config
 from fairvar.engine.train import run_rounds
-from fairvar.errors import BadInput
-from fairvar.experiment import StoredRun, federation_of, model_of
+from fairvar.errors import BadInput, IntegrityError
+from fairvar.experiment import Deployed, StoredRun, federation_of, final_scores, model_of
 from fairvar.history import History
-from fairvar.report.condensed import Condensed, unpacked
-from fairvar.report.gather import stored_runs
-from fairvar.store import verify
+from fairvar.identity import identity_of
+from fairvar.report.condensed import ARCHIVE, LIST, Condensed, extract, unpacked, write_list
+from fairvar.report.gather import places, stored_runs
+from fairvar.store import is_complete, verify
 
 
 class Tolerance(NamedTuple):
@@ -83,23 +87,55 @@ class Agreement:
 
 def check_files(folder: Path) -> int:
     """Check every file of every run against its seal; the number of runs and summaries."""
-    runs = stored_runs(folder)
-    for run in runs:
-        verify(run.folder)
-        run.history()
-    summaries = list(Condensed.all_in(unpacked(folder)))
-    for summary in summaries:
+    checked = len(stored_runs(folder))
+    for place in places(folder):  # a run may be in an archive and again beside it
+        for path in filter(is_complete, place.iterdir()):
+            verify(path)
+            run = StoredRun.open(path)
+            _check_scores(run, run.history())
+    for summary in Condensed.all_in(unpacked(folder)):
         summary.summary()
-    return len(runs) + len(summaries)
+        checked += 1
+    return checked
+
+
+def _check_scores(run: StoredRun, history: History) -> None:
+    """The numbers in the manifest are those of the history."""
+    found, told = final_scores(history), run.manifest["result"]
+    flat = [(key, name) for key in found for name in found[key]]
+    pairs = [(found[key][name], told.get(key, {}).get(name)) for key, name in flat]
+    if found.keys() != told.keys() or not all(
+        np.isclose(a, b, rtol=1e-6, atol=1e-12, equal_nan=True) for a, b in pairs
+    ):
+        raise IntegrityError(f"the manifest of {run.folder} tells other results than its history")
+
+
+def seal_archive(folder: Path) -> tuple[Path, int]:
+    """Write the list of contents beside an archive from before there were such lists, after
+    checking all that it holds; the list, and the number of runs and summaries."""
+    if os.path.lexists(folder / LIST):
+        raise BadInput(f"{folder / LIST} is there already; it is never overwritten")
+    with tempfile.TemporaryDirectory(prefix="fairvar-") as place:
+        contents = extract(folder / ARCHIVE, Path(place))
+        checked = check_files(Path(place))
+    return write_list(folder, *contents), checked
 
 
 def draw(runs: Sequence[StoredRun], number: int, seed: int) -> list[StoredRun]:
     """Some of the runs that have something to compare, at random."""
-    alive = [run for run in runs if run.manifest["diverged_at"] is None]
+    here = [run for run in runs if not _elsewhere(run)]
+    alive = [run for run in here if run.manifest["diverged_at"] is None]
     if not alive:
-        raise BadInput("every run diverged: there is nothing to run again")
+        raise BadInput("every run diverged: there is nothing to run again" if here else
+                       "all runs were deployed with data or a model that are not here")  # fmt: skip
     chosen = rng.stream(seed, "verify").permutation(len(alive))[:number]
     return [alive[i] for i in sorted(chosen)]
+
+
+def _elsewhere(run: StoredRun) -> bool:
+    """Deployed with the nodes' own data or the app's own model: neither is here."""
+    deployed = Deployed.of(run.manifest, run.folder)
+    return deployed is not None and (deployed.own_data or deployed.own_model)
 
 
 def rerun(
@@ -113,6 +149,7 @@ def rerun(
     evaluated = stored.evaluated[:evaluations]
     if not len(evaluated):
         raise BadInput(f"{run.folder.name} was never evaluated: there is nothing to compare")
+    _check_here(run)
     settings = replace(config.train, rounds=int(evaluated[-1]), device=device)
     federation = federation_of(config)
     again = run_rounds(
@@ -125,6 +162,19 @@ def rerun(
         progress=progress,
     )
     return compared(run, stored, again)
+
+
+def _check_here(run: StoredRun) -> None:
+    """Other data or code would give other numbers, and say nothing about the stored ones."""
+    here, there = identity_of(run.config), run.identity
+    if here.data != there.data:
+        raise BadInput(
+            f"{run.folder.name} was made from other data than {run.config.data.name} is here: "
+            f"sha256 {str(there.data)[:12]}, not {str(here.data)[:12]}"
+        )
+    if (here.version, here.code) != (there.version, there.code):
+        raise BadInput(f"{run.folder.name} was made with another version of the code of "
+                       f"{run.config.method.label} than the one here")  # fmt: skip
 
 
 def compared(run: StoredRun, stored: History, again: History) -> Agreement:

@@ -31,7 +31,7 @@ from fairvar.errors import (
     explained,
     one_line,
 )
-from fairvar.experiment import Interrupted, Watch, missing
+from fairvar.experiment import Interrupted, Watch, missing, run_folder
 from fairvar.groups import Group, run_group
 from fairvar.plugin import load_plugin
 from fairvar.signals import INTERRUPTED, handled, held_back, let_through
@@ -226,7 +226,10 @@ def _is_done(group: Plain, out: Path) -> bool:
 
 
 def _cells(group: Plain) -> Group:
-    return tuple(Config.from_dict(cell) for cell in group.values())
+    cells = tuple(Config.from_dict(cell) for cell in group.values())
+    if [run_folder(cell, Path()).name for cell in cells] != list(group):
+        raise RunFailed("the data or the plugin were changed since the sweep began; start it again")
+    return cells
 
 
 def device_for(worker: int, device: str, count: int) -> str:

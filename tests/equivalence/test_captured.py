@@ -63,6 +63,7 @@ def test_results_of_a_run_do_not_change_when_the_next_one_uses_its_recording() -
     assert all(torch.equal(first.model[k], v) for k, v in kept.items())
 
 
+@pytest.mark.filterwarnings("ignore:the run diverged:RuntimeWarning")
 def test_divergence_ends_a_captured_run_like_an_ordinary_one() -> None:
     more: dict = {"lr": 1e9, "rounds": 20, "dtype": torch.float32}
     for work in ("step", "mini_batch"):

@@ -114,6 +114,7 @@ def test_networks_of_the_experiments(
         assert max(gaps.values()) <= TOLERANCE_64, (path, gaps)
 
 
+@pytest.mark.filterwarnings("ignore:the run diverged:RuntimeWarning")
 @pytest.mark.parametrize("every", [1, 7])
 @pytest.mark.parametrize("engine", ["reference", "pooled", "vmapped", "blocked", "linear"])
 def test_divergence_is_a_result(engine: str, every: int) -> None:

@@ -205,6 +205,7 @@ def test_rounds_of_changing_shapes_are_not_captured() -> None:
         assert gap(found, some("multinomial", fv.AFL(), "reference", work)) <= TOLERANCE_64
 
 
+@pytest.mark.filterwarnings("ignore:the run diverged:RuntimeWarning")
 def test_divergence_ends_every_path_in_the_same_round() -> None:
     more: dict = {"lr": 1e9, "rounds": 20, "dtype": torch.float32, "evaluate_every": 20}
     more["data"] = images(CLIENTS, sizes=(8, 8))

@@ -221,12 +221,13 @@ def _die_in_save(doomed: str, step: str) -> None:
 def _log_computed(path: str) -> None:
     """Note every cell that was computed to its end, in a file that appends whole lines."""
     from fairvar import experiment, groups
+    from fairvar.identity import identity_of
 
     alone, together = experiment.compute, groups.compute_group
 
     def note(configs: Sequence[Any]) -> None:
         with Path(path).open("a") as file:
-            file.writelines(f"{c.fingerprint[:16]} {os.getpid()}\n" for c in configs)
+            file.writelines(f"{identity_of(c).name} {os.getpid()}\n" for c in configs)
 
     def compute(config: Any, *rest: Any) -> Any:
         history = alone(config, *rest)

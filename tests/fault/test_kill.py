@@ -169,7 +169,9 @@ def test_a_single_run_can_be_interrupted_too(children, tmp_path):
     config = tmp_path / "run.toml"
     config.write_text(PLAN.format(rounds=3000).partition("[sweep]")[0])
     pid = children.start("run", config, "--out", tmp_path / "out")
-    time.sleep(0.5)
+    deadline = time.monotonic() + 60
+    while not any((tmp_path / "out").glob(".locks/*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
     children.kill(pid, signal.SIGINT)
     end = children.wait(pid)
     assert end.code == 130

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -48,6 +49,9 @@ class InProcessGrid(Grid):
 
     def get_node_ids(self) -> list[int]:
         return list(self.clients)
+
+    def get_nodes(self) -> list[NodeInfo]:
+        return [NodeInfo(node_id=n, public_key=f"key {n}".encode()) for n in self.get_node_ids()]
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         ids = []

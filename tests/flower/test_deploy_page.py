@@ -13,10 +13,11 @@ import pytest
 pytest.importorskip("flwr")
 
 from deployment import ENVIRONMENT, free_ports, kill_all_of
+from spy import spied, spy
 
 from fairvar.experiment import StoredRun
 
-pytestmark = [pytest.mark.deployment, pytest.mark.long]
+pytestmark = pytest.mark.deployment
 PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"
 
 
@@ -28,6 +29,7 @@ def test_every_command_works(tmp_path: Path) -> None:
     script = script.replace("8000", str(port)).replace("910$i", "${PORTS[$i]}")
     script = f"PORTS=({' '.join(map(str, nodes))})\n{script}"
     kept = {"PATH": ENVIRONMENT["PATH"], "HOME": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    kept |= spy(tmp_path / "spy")
     with open(tmp_path / "page.log", "wb") as log:
         process = subprocess.Popen(
             ["bash", "-c", script], cwd=tmp_path, env=kept,
@@ -47,3 +49,6 @@ def test_every_command_works(tmp_path: Path) -> None:
     assert run.state().round == 52
     assert run.manifest["birth"]["refused"] == {}
     assert (tmp_path / "report" / "index.html").exists()
+    assert spied(tmp_path / "spy") == ""  # no process of Flower looked for another machine
+    for private in ("superlink.db", "keys/ca.key", "keys/server.key", "keys/node-0"):
+        assert (tmp_path / private).stat().st_mode & 0o077 == 0, private

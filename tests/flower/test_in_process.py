@@ -6,6 +6,8 @@ with full batches, to the vectorised engine within 1e-10 relative.
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,13 +23,20 @@ from grids import InProcessGrid, Spoil
 
 import fairvar as fv
 from checks import METHODS, OPTIONS
+from fairvar.archive import pack_checkpoint, unpack_checkpoint
 from fairvar.cli import main
-from fairvar.experiment import StoredRun, federation_of, model_of
-from fairvar.flower import grid, server
+from fairvar.experiment import StoredRun, Watch, federation_of, model_of, run_cell
+from fairvar.federated import notes
+from fairvar.flower import client_app, grid, server
 from fairvar.flower.client import node_data
 from fairvar.flower.server import folder_of, run_on
 from fairvar.flower.setup import read_setup
+from fairvar.identity import checkpoint_key
 from fairvar.methods.base import Method
+from fairvar.report.gather import gather
+from fairvar.report.write import group_table
+from fairvar.store import read_checkpoints, write_checkpoint
+from fairvar.verify import draw as draw_runs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower_app"
 DEFAULT = {"model": "multinomial"} | tomllib.loads((EXAMPLE / "pyproject.toml").read_text())[
@@ -171,7 +180,45 @@ def test_nodes_with_their_own_files(tmp_path: Path) -> None:
     assert history.samples["train"].tolist() == [24, 32, 40]
     assert history.samples["test"].tolist() == [3, 4, 5]
     main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report")])
-    assert (tmp_path / "report" / "index.html").exists()
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "own data of 3 nodes, multinomial (14 parameters)" in page
+    # What nobody knows is not told: neither a partition nor its alpha.
+    for guess in ("Dirichlet", "dirichlet", "α", "alpha", "[partition]", "npz, "):
+        assert guess not in page
+    assert (tmp_path / "report" / "table-own-data-of-3-nodes.csv").exists()
+    with pytest.raises(fv.BadInput, match="not here"):
+        draw_runs([stored], 1, 0)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x.flatten(1))
+
+
+def test_a_deployed_run_tells_its_own_model_and_stands_apart(tmp_path: Path) -> None:
+    """The configuration names the usual model and the parts of digits; the app brought its own."""
+    out = tmp_path / "runs"
+    config = run_config(fv.FedAvg(), out, rounds=2)
+    nodes = InProcessGrid(config, {100 + 7 * i: i for i in range(5)})
+    nodes.app = client_app(Net)
+    own = StoredRun.open(run_on(nodes, read_setup(config, Net)))
+    usual = run(config)
+    run_cell(usual.config, out, Watch())  # simulated: the same configuration and seed
+    titles = {group.deployed and group.deployed.model: group_table(group) for group in gather(out)}
+    assert {k: t.title for k, t in titles.items()} == {
+        None: "digits, 5 clients, Dirichlet 0.3, multinomial",
+        "multinomial": "digits, 5 clients, Dirichlet 0.3, multinomial (650 parameters), "
+        "deployed on 5 nodes",
+        "Net": "digits, 5 clients, Dirichlet 0.3, Net (650 parameters), deployed on 5 nodes",
+    }
+    assert [t.rows[0].cells["seeds"] for t in titles.values()] == ["1"] * 3
+    (mine,) = (g for g in gather(out) if g.deployed and g.deployed.own_model)
+    assert "name" not in mine.settings["model"]
+    assert own.config.fingerprint == usual.config.fingerprint
 
 
 def test_a_node_with_a_single_class_takes_part(tmp_path: Path) -> None:
@@ -283,6 +330,78 @@ def test_a_killed_server_is_resumed(tmp_path: Path) -> None:
     assert not (stored.folder / "failed.txt").exists()
 
 
+def half_way(config: dict) -> Path:
+    """The folder of a run whose server died in its third round."""
+
+    class Killed(Exception):
+        pass
+
+    calls = 0
+
+    def dies(node: int, reply: Message) -> Message:
+        nonlocal calls
+        calls += reply.metadata.message_type == "train"
+        if calls == 12:
+            raise Killed
+        return reply
+
+    with pytest.raises(Killed):
+        run(config, dies)
+    return folder_of(read_setup(config))
+
+
+@pytest.mark.parametrize("kind", ["another run", "another model", "notes", "version"])
+def test_only_its_own_checkpoint_is_continued(kind: str, tmp_path: Path) -> None:
+    """Rounds on real nodes are precious: the run is refused by name, not started again. Another
+    version of torch may go on."""
+    config = run_config(fv.AFL(), tmp_path / "a", rounds=5)
+    folder = half_way(config)
+    key = checkpoint_key(server._identity(read_setup(config)))
+    payloads = read_checkpoints(folder)
+    if kind == "another run":
+        payloads = read_checkpoints(half_way(config | {"out": str(tmp_path / "b"), "lr": 0.2}))
+    elif kind == "another model":
+        other = half_way(config | {"out": str(tmp_path / "b"), "model": "2nn"})
+        payloads = [pack_checkpoint(unpack_checkpoint(p), key) for p in read_checkpoints(other)]
+    elif kind == "notes":
+        text = torch.frombuffer(bytearray(b"{}"), dtype=torch.uint8)
+        made = [unpack_checkpoint(p) for p in payloads]
+        made = [c._replace(tables={**(c.tables or {}), "federation": text}) for c in made]
+        payloads = [pack_checkpoint(c, key) for c in made]
+    else:
+        made = [unpack_checkpoint(p) for p in payloads]
+        payloads = [pack_checkpoint(c, key | {"torch": "1.0"}) for c in made]
+    for number, payload in enumerate(payloads):
+        write_checkpoint(folder, number, payload)
+    if kind == "version":
+        assert run(config).history().rounds == 5
+        return
+    with pytest.raises(fv.RunFailed, match=f"{folder.name} cannot be continued") as error:
+        run(config)
+    assert "\n" not in str(error.value)
+    assert "cannot be continued" in (folder / "failed.txt").read_text()
+
+
+def test_an_edited_model_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same layers: what it computes from them is in its code."""
+    config, folders = run_config(fv.FedAvg(), tmp_path / "runs"), set()
+    text = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 10)
+    def forward(self, x):
+        return {sign}self.layer(x.flatten(1))
+"""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for sign in ("", "-"):
+        (tmp_path / f"net{len(sign)}_for_tests.py").write_text(text.format(sign=sign))
+        module = importlib.import_module(f"net{len(sign)}_for_tests")
+        folders.add(folder_of(read_setup(config, module.Net)))
+    assert len(folders) == 2
+
+
 def test_a_server_that_dies_before_it_stores_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,7 +477,208 @@ def test_a_node_that_comes_during_a_round_is_in_the_next(
     nodes = {10 + i: i for i in range(5)}
     stored = StoredRun.open(run_on(Meanwhile(config, nodes), read_setup(config)))
     rows = (stored.folder / "rounds.csv").read_text().splitlines()
-    assert rows == ["round,clients,limited", "0,0 1 2 3,", "1,0 1 2 3 4,", "2,0 1 2 3 4,"]
+    assert [row.rsplit(",", 1)[0] for row in rows] == [
+        "round,clients,limited,shortened",
+        "0,0 1 2 3,,",
+        "1,0 1 2 3 4,,",
+        "2,0 1 2 3 4,,",
+    ]
+
+
+# -- what one client can do to a run ---------------------------------------------------------------
+@pytest.mark.parametrize("options", ["", "evaluate.local=false", "evaluate.every=9"])
+def test_nobody_answers_the_last_evaluation(options: str, tmp_path: Path) -> None:
+    """The run is stored with what is known; before, it could not be, each time it was started."""
+
+    def mute(node: int, reply: Message) -> Message:
+        return _error(reply) if reply.metadata.message_type == "evaluate" else reply
+
+    stored = run(run_config(fv.FedAvg(), tmp_path, options), mute)
+    history = stored.history()
+    assert history.rounds == 3
+    assert bool(history.accuracy["test", "global"].isnan().all())
+    assert "test/global" not in stored.manifest["result"]
+    assert min(history.samples["train"].tolist()) > 0
+
+
+def test_a_run_that_cannot_be_stored_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "store_run", _no_disk)
+    config = run_config(fv.FedAvg(), tmp_path)
+    with pytest.raises(OSError, match="no space"):
+        run(config)
+    assert (folder_of(read_setup(config)) / "failed.txt").read_text() == "no space\n"
+
+
+def test_details_of_refusals_have_a_bound(tmp_path: Path) -> None:
+    """A name of ten million characters, with control characters, for an array and for a number."""
+    sizes = []
+
+    def names(node: int, reply: Message) -> Message:
+        sizes.extend(p.stat().st_size for p in tmp_path.rglob("checkpoint*"))
+        if node == 107 and reply.metadata.message_type == "train":
+            reply.content.config_records["message"]["number/" + '\x1b\n,"x' * 2_000_000] = 1.0
+        if node == 107 and reply.metadata.message_type == "evaluate":
+            reply.content.array_records["arrays"]["y" * 10_000_000] = Array(np.ones(1))
+        return reply
+
+    stored = run(run_config(fv.FedAvg(), tmp_path, "evaluate.every=1"), names)
+    text = (stored.folder / "refused.csv").read_text()
+    assert text.count("\n") == 7
+    assert len(text) < 3000
+    assert "\x1b" not in text
+    assert 0 < max(sizes) < 100_000
+    assert bool((stored.history().weights[:, 1] == 0).all())
+
+
+def test_only_so_many_refusals_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(notes, "MOST_REFUSALS", 2)
+
+    def fails(node: int, reply: Message) -> Message:
+        return _error(reply) if node == 107 else reply
+
+    def trains(node: int, reply: Message) -> Message:
+        return fails(node, reply) if reply.metadata.message_type == "train" else reply
+
+    stored = run(run_config(fv.FedAvg(), tmp_path), trains)
+    assert (stored.folder / "refused.csv").read_text().count("\n") == 3
+    assert stored.manifest["birth"]["refused"] == {"error": 3}
+
+
+class Broken(InProcessGrid):
+    """As Flower's own grid: it fetches replies once, and breaks if one cannot be opened."""
+
+    def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
+        found = super().pull_messages(message_ids)
+        if any(m.metadata.src_node_id == 107 and _is(m, "train") for m in found):
+            raise KeyError("arraychunk_ids")
+        return found
+
+
+def _is(message: Message, kind: str) -> bool:
+    return message.metadata.message_type == kind
+
+
+def test_a_reply_that_flower_cannot_open_takes_no_others_along(tmp_path: Path) -> None:
+    config = run_config(fv.FedAvg(), tmp_path)
+    nodes = Broken(config, {100 + 7 * i: i for i in range(5)})
+    stored = StoredRun.open(run_on(nodes, read_setup(config)))
+    assert ((stored.history().weights != 0).tolist()) == [[True, False, True, True, True]] * 2
+    assert stored.manifest["birth"]["refused"] == {"format": 3}
+
+
+class Forging(InProcessGrid):
+    """Node 107 is silent itself and answers in the name of node 100, whose own reply is later."""
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        ids = super().push_messages(messages)
+        for message in (self.replies.get(i) for i in ids):
+            if message is not None and _is(message, "train"):
+                self.mine[message.metadata.src_node_id] = message
+        if 107 in self.mine and 100 in self.mine:
+            asked = self.mine[100].metadata.reply_to_message_id
+            forged = self.mine.pop(107)
+            forged.content.config_records["message"]["client"] = 0
+            forged.metadata.__dict__["_reply_to_message_id"] = asked
+        return ids
+
+    mine: dict[int, Message] = {}  # noqa: RUF012
+
+
+def test_a_reply_counts_for_the_message_that_was_asked(tmp_path: Path) -> None:
+    """Whatever it says itself about what it answers."""
+    config = run_config(fv.AFL(), tmp_path, "federation.deadline=1 federation.patience=1", rounds=1)
+    nodes = Forging(config, {107: 1, 100: 0, 114: 2, 121: 3, 128: 4})
+    stored = StoredRun.open(run_on(nodes, read_setup(config)))
+    assert (stored.folder / "rounds.csv").read_text().splitlines()[1].startswith("0,0 2 3 4,")
+    assert stored.manifest["birth"]["refused"] == {"unknown client": 1}
+
+
+class Killed(Exception):
+    pass
+
+
+class Thief(InProcessGrid):
+    """After the first training node 11 is gone, and node 15 says that it is client 1, too."""
+
+    def __init__(self, config: dict, gone: bool = False, dies_at: int = 99) -> None:
+        super().__init__(config, {10: 0, 11: 1, 12: 2, 13: 3, 14: 4, 15: 1})
+        self.gone, self.dies_at, self.rounds = gone, dies_at, 0
+
+    def get_node_ids(self) -> list[int]:
+        away = 11 if self.gone else 15
+        return [n for n in self.clients if n != away]
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        sent = list(messages)
+        self.gone |= any(_is(m, "evaluate") for m in sent)
+        self.rounds += any(_is(m, "evaluate") for m in sent)
+        if self.rounds > 5 * self.dies_at:
+            raise Killed
+        return super().push_messages(sent)
+
+
+def test_a_client_id_belongs_to_the_key_that_had_it_first(tmp_path: Path) -> None:
+    config = run_config(fv.FedAvg(), tmp_path, "evaluate.every=1 federation.patience=1", rounds=3)
+    with pytest.raises(Killed):
+        run_on(Thief(config, dies_at=1), read_setup(config))
+    again = {**config, "rounds": 3}
+    stored = StoredRun.open(run_on(Thief(again, gone=True), read_setup(again)))
+    rows = [row.split(",") for row in (stored.folder / "rounds.csv").read_text().splitlines()]
+    assert [row[1] for row in rows[1:]] == ["0 1 2 3 4", "0 2 3 4", "0 2 3 4"]
+    bound = dict(text.split(":") for text in rows[1][3].split())
+    assert bound.keys() == set("01234")
+    assert bound["1"] == hashlib.sha256(b"key 11").hexdigest()[:32]
+    assert [row[3] for row in rows[2:]] == ["", ""]
+
+
+def test_the_operator_can_give_a_client_id_to_another_key(tmp_path: Path) -> None:
+    config = run_config(fv.FedAvg(), tmp_path, "evaluate.every=1 federation.patience=1", rounds=3)
+    with pytest.raises(Killed):
+        run_on(Thief(config, dies_at=1), read_setup(config))
+    again = {**config, "options": config["options"] + " federation.rebind=[1]"}
+    stored = StoredRun.open(run_on(Thief(again, gone=True), read_setup(again)))
+    rows = [row.split(",") for row in (stored.folder / "rounds.csv").read_text().splitlines()]
+    assert [row[1] for row in rows[1:]] == ["0 1 2 3 4"] * 3
+    assert rows[2][3] == "1:" + hashlib.sha256(b"key 15").hexdigest()[:32]
+
+
+def test_a_node_has_one_client_id(tmp_path: Path) -> None:
+    """A key that belongs to client 3 does not get client 1 as well, while that one is away."""
+    config = run_config(fv.FedAvg(), tmp_path, rounds=1)
+    grid_ = InProcessGrid(config, {13: 3})
+    transport = grid.GridTransport(grid_, 5)
+    assert transport.present(1, 0) == [3]
+    grid_.clients = {13: 1}
+    transport.nodes.clear()
+    assert transport.present(1, 0) == []
+
+
+def test_a_liar_on_flower_is_held_and_named(tmp_path: Path) -> None:
+    """Client 1 sends an update a million times as long; the server's rules are the in-process
+    ones, the record names it, and other bounds make another folder."""
+
+    def lies(node: int, reply: Message) -> Message:
+        if (
+            reply.metadata.message_type != "train"
+            or reply.content.config_records["message"]["client"] != 1
+        ):
+            return reply
+        arrays = reply.content.array_records["arrays"]
+        for name, array in list(arrays.items()):
+            arrays[name] = Array(1e6 * array.numpy())
+        return reply
+
+    config = run_config(fv.FedAvg(), tmp_path)
+    stored = run(config, lies)
+    assert (stored.folder / "refused.csv").read_text().count("\n") == 1
+    rows = (stored.folder / "rounds.csv").read_text().splitlines()[1:]
+    assert [row.rsplit(",", 1)[0] for row in rows] == [f"{t},0 1 2 3 4,,1" for t in range(3)]
+    model = torch.cat([p.flatten() for p in stored.history().state.params.values()])
+    assert float(model.abs().max()) < 10
+    strict = config | {"options": f"{config['options']} federation.norm_bound=3"}
+    assert folder_of(read_setup(strict)) != folder_of(read_setup(config)) == stored.folder
 
 
 def test_what_a_run_reveals(tmp_path: Path) -> None:
@@ -421,6 +741,30 @@ def test_privacy_is_refused_where_it_would_not_cover(method: fv.Method, tmp_path
         ({"data": "npz"}, "input-shape = ''"),
         ({"rounds": 0}, "train.rounds"),
         ({"options": "'"}, "cannot be read"),
+        (
+            {"method": "afl", "method-options": "", "options": "federation.average=median"},
+            "AFL gives every client a weight of its own",
+        ),
+        (
+            {"options": "federation.average=trimmed", "secure-aggregation": True},
+            "federation.average = 'trimmed': secure aggregation hides single replies",
+        ),
+        (
+            {"options": "federation.norm_bound=3", "secure-aggregation": True},
+            "federation.norm_bound = 3: secure aggregation hides single replies",
+        ),
+        (
+            {"options": "federation.mean_loss_bound=2", "secure-aggregation": True},
+            "federation.mean_loss_bound = 2: secure aggregation hides",
+        ),
+        (
+            {"options": "federation.norm_bound=3 privacy.clipping_norm=1"},
+            "federation.norm_bound = 3: the noise of privacy",
+        ),
+        (
+            {"options": "federation.average=median privacy.clipping_norm=1"},
+            "federation.average = 'median': the noise of privacy",
+        ),
     ],
 )
 def test_a_bad_run_configuration_is_refused(change: dict, message: str, tmp_path: Path) -> None:

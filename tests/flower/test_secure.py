@@ -6,7 +6,7 @@ server gets of a single client is noise; those that leave are made up for, whene
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,11 +16,13 @@ import torch
 
 pytest.importorskip("flwr")
 
+from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.client.mod import secaggplus_mod
 from flwr.common import bytes_to_ndarray, ndarray_to_bytes
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from grids import InProcessGrid, Spoil
 from test_in_process import _error, run, run_config
 
@@ -30,7 +32,7 @@ from fairvar.federated.local import LocalTransport, local_clients
 from fairvar.federated.messages import Message as Plain
 from fairvar.federated.run import federate
 from fairvar.federated.summed import is_additive
-from fairvar.flower.secure import MODULUS, quantisation
+from fairvar.flower.secure import MODULUS, UNREADABLE, quantisation
 from fairvar.flower.server import run_on
 from fairvar.flower.setup import read_setup
 from fairvar.methods.base import Memory, Method, Replies
@@ -272,6 +274,123 @@ def test_a_masked_vector_of_another_shape_is_left_out(tmp_path: Path) -> None:
     stored = run(config, shrinks)
     assert stored.manifest["birth"]["refused"] == {"shape": 1}
     assert distance(stored, without(config, [1])) <= STEP * 5 / 4
+
+
+# -- one hostile node ------------------------------------------------------------------------------
+def told(reply: Message) -> ConfigRecord:
+    return reply.content.config_records[RECORD_KEY_CONFIGS]
+
+
+def says(key: str, value: object) -> Callable[[Message], None]:
+    def spoil(reply: Message) -> None:
+        told(reply)[key] = value  # type: ignore[assignment]
+
+    return spoil
+
+
+def cleared(reply: Message) -> None:
+    told(reply).clear()
+
+
+def without_record(reply: Message) -> None:
+    del reply.content[RECORD_KEY_CONFIGS]
+
+
+def from_another(reply: Message) -> None:
+    reply.metadata.__dict__["_src_node_id"] = 100
+
+
+def complains_of_nobody(reply: Message) -> None:
+    told(reply).clear()
+    told(reply)[UNREADABLE] = []
+
+
+def same_key_twice(reply: Message) -> None:
+    told(reply)[Key.PUBLIC_KEY_2] = told(reply)[Key.PUBLIC_KEY_1]
+
+
+def no_weight(reply: Message) -> None:
+    del reply.content["fitres.num_examples"]
+
+
+def weight(value: float) -> Callable[[Message], None]:
+    def spoil(reply: Message) -> None:
+        reply.content.metric_records["fitres.num_examples"]["num_examples"] = value
+
+    return spoil
+
+
+def each(key: str, change: Callable[[bytes], bytes]) -> Callable[[Message], None]:
+    def spoil(reply: Message) -> None:
+        told(reply)[key] = [change(part) for part in told(reply)[key]]  # type: ignore[union-attr,arg-type]
+
+    return spoil
+
+
+def noise(content: bytes) -> bytes:
+    """Of the same length, with the index that a share begins with."""
+    return content[:4] + np.random.default_rng(len(content)).bytes(len(content) - 4)
+
+
+CURVE = public_key_to_bytes(ec.generate_private_key(ec.SECP256R1()).public_key())
+NONSENSE: list[tuple[str, Callable[[Message], None]]] = [
+    *((stage, change) for stage in STAGES for change in (cleared, without_record, from_another)),
+    ("setup", says(Key.PUBLIC_KEY_1, b"no key")),
+    ("setup", says(Key.PUBLIC_KEY_2, "text")),
+    ("setup", says(Key.PUBLIC_KEY_2, CURVE)),
+    ("setup", same_key_twice),
+    ("share keys", says(Key.DESTINATION_LIST, [1, 2, 3, 4])),
+    ("share keys", says(Key.DESTINATION_LIST, [100, 100, 114, 121])),
+    ("share keys", says(Key.CIPHERTEXT_LIST, [b"x"])),
+    ("share keys", says(Key.CIPHERTEXT_LIST, ["x"] * 4)),
+    ("share keys", each(Key.CIPHERTEXT_LIST, noise)),
+    ("collect", says(Key.MASKED_PARAMETERS, [b"\x93NUMPY"])),
+    ("collect", says(Key.MASKED_PARAMETERS, "text")),
+    ("collect", each(Key.MASKED_PARAMETERS, lambda b: ndarray_to_bytes(bytes_to_ndarray(b) * 0.5))),
+    ("collect", complains_of_nobody),
+    ("collect", no_weight),
+    ("collect", weight(10**9)),
+    ("collect", weight(float("nan"))),
+    ("unmask", says(Key.NODE_ID_LIST, [100] * 5)),
+    ("unmask", each(Key.SHARE_LIST, lambda b: b"")),
+    ("unmask", each(Key.SHARE_LIST, noise)),
+]
+
+
+@pytest.mark.parametrize(("stage", "change"), NONSENSE)
+def test_one_hostile_node_is_left_out_by_name(
+    stage: str, change: Callable[[Message], None], tmp_path: Path
+) -> None:
+    def spoil(node: int, reply: Message) -> Message:
+        if node == 107 and stage_of(reply) == stage:
+            change(reply)
+        return reply
+
+    config = secure(fv.FedAvg(), tmp_path, "federation.repeats=0 evaluate.every=9", rounds=1)
+    stored = run(config, spoil)
+    absent = [1] if bool(stored.history().weights[0, 1] == 0) else []
+    assert absent or stage == "unmask"  # its vector is in the sum by then
+    assert distance(stored, without(config, absent)) <= STEP * 5 / 4
+    named = (stored.folder / "refused.csv").read_text().splitlines()[1:]
+    assert [row.split(",")[3] for row in named] == ["1"] * len(absent)
+
+
+def test_one_word_against_another(tmp_path: Path) -> None:
+    """Shares that a single node cannot read, or says that it cannot: both are left out. Complaints
+    in other stages mean nothing."""
+
+    def spoil(node: int, reply: Message) -> Message:
+        if node == 114 and stage_of(reply) == "setup":
+            told(reply)[UNREADABLE] = [5]
+        if node == 107 and stage_of(reply) == "collect":
+            told(reply).clear()
+            told(reply)[UNREADABLE] = [100, 114, 121, 128]
+        return reply
+
+    config = secure(fv.FedAvg(), tmp_path, "federation.repeats=0", rounds=1)
+    stored = run(config, spoil)
+    assert (stored.history().weights[0] != 0).tolist() == [False, False, True, True, True]
+    assert stored.manifest["birth"]["refused"] == {"format": 2}
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from fairvar.federated.local import LocalTransport, local_clients
 from fairvar.federated.run import federate
 from fairvar.flower.secure import quantisation
 
-pytestmark = [pytest.mark.deployment, pytest.mark.long]
+pytestmark = pytest.mark.deployment
 NODES = 3
 
 

@@ -25,7 +25,7 @@ from checks import METHODS
 from fairvar.flower.new import new_app
 from fairvar.flower.setup import read_setup
 
-pytestmark = [pytest.mark.deployment, pytest.mark.long]
+pytestmark = pytest.mark.deployment
 RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}  # loopback only
 
 

@@ -143,7 +143,11 @@ def test_norms_of_weights() -> None:
         warnings.simplefilter("ignore")
         by_hook = nn.utils.weight_norm(nn.Linear(4, 3))
     assert [p.fatal for p in reasons(by_hook, inputs=None)] == [False]
-    assert reasons(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))) == []
+    parametrised = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+    assert check_model(parametrised, X, curvature=False) == []
+    (problem,) = reasons(parametrised)  # torch has no forward derivative of it
+    assert "has a second derivative that does not run under torch.func.vmap" in problem
+    assert not problem.fatal
 
 
 def test_what_is_fine() -> None:
@@ -156,9 +160,53 @@ def test_what_is_fine() -> None:
     layer = nn.Linear(4, 4)
     assert reasons(nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 3))) == []
     assert reasons(net(nn.Dropout(0.0), nn.LayerNorm(4), nn.GroupNorm(2, 4))) == []
-    assert reasons(net(nn.BatchNorm1d(4, track_running_stats=False))) == []
+    assert reasons(nn.Sequential(nn.Conv2d(3, 3, 32), nn.Flatten()), IMAGES) == []
     tokens = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(20, 3))
     assert reasons(tokens, torch.randint(0, 9, (3, 5))) == []
+
+
+def test_evaluation_and_single_samples_are_tried_too() -> None:
+    """Clients may have one test sample, and the last piece of any pass may hold one."""
+    without = nn.BatchNorm1d(4, track_running_stats=False)  # one sample has no statistics
+    assert "fails on inputs of shape (1, 4)" in reasons(net(without))[0]
+
+    class Squeezes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).squeeze()
+
+    (problem,) = reasons(Squeezes(4, 3))
+    assert "turns 1 inputs into outputs of shape (3,)" in problem
+
+    class TwoHeads(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y if self.training else (y, y)  # type: ignore[return-value]
+
+    assert "returns a tuple" in reasons(TwoHeads(4, 3))[0]
+
+
+def test_what_autograd_cannot_do() -> None:
+    class Detaches(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).detach()
+
+    class Overwrites(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.exp(super().forward(x))
+            return y.add_(1)
+
+    for model in (Detaches(4, 3), Overwrites(4, 3)):
+        (problem,) = reasons(model)
+        assert "cannot be differentiated" in problem
+        assert problem.fatal
+
+
+def test_wrapped_modules_are_named() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(net())
+    assert "is compiled: give the module that it was made from" in reasons(scripted, None)[0]
+    assert "give its .module" in reasons(nn.DataParallel(net()), None)[0]
 
 
 def test_a_recurrent_net_is_only_slower() -> None:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fairvar.cluster import compute_files, run_on_ray
+from fairvar.cluster import compute_files, run_on_ray, save_new
 from fairvar.errors import BadInput
 from fairvar.experiment import Watch, missing
 from fairvar.groups import arrange, run_group
 from fairvar.plan import Plan
-from fairvar.store import save_files
 
 PLAN = {
     "data": {"name": "digits", "clients": 6},
@@ -32,7 +31,7 @@ def test_files_sent_back_equal_those_computed_here(tmp_path):
     cells = Plan.from_dict(PLAN).cells
     for group in arrange(cells):
         run_group(group, tmp_path / "here", Watch())
-        save_files(tmp_path / "there", compute_files([cell.to_toml() for cell in group]))
+        save_new(tmp_path / "there", compute_files([cell.to_toml() for cell in group]))
     assert missing(cells, tmp_path / "there") == []
     assert files(tmp_path / "here") == files(tmp_path / "there")
     assert list((tmp_path / "there" / "federations").iterdir())
@@ -44,7 +43,7 @@ def test_without_ray_the_message_says_what_to_install(tmp_path):
         run_on_ray(Plan.from_dict(PLAN).cells, tmp_path, "local", lambda *_: None)
 
 
-@pytest.mark.slow
+@pytest.mark.deployment
 @pytest.mark.skipif(not HAS_RAY, reason='Ray is not installed (pip install "fairvar[ray]")')
 def test_on_a_local_ray(tmp_path):
     cells = Plan.from_dict(PLAN).cells

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import json
+import lzma
+import random
+import shutil
 import tarfile
+import tempfile
+import time
+import tracemalloc
+import zlib
 from pathlib import Path
 
 import pytest
@@ -16,14 +24,25 @@ from fairvar.cli import main
 from fairvar.config import Config
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.experiment import StoredRun, federation_of, model_of
+from fairvar.experiment import StoredRun, Watch, federation_of, model_of, run_cell
+from fairvar.identity import identity_of
 from fairvar.plan import Plan
-from fairvar.report.condensed import ARCHIVE, condense, unpacked
+from fairvar.report.condensed import ARCHIVE, LIST, condense, extract, unpacked, write_list
 from fairvar.report.gather import gather, stored_runs
 from fairvar.report.write import write_report
 from fairvar.select import Criterion
 from fairvar.sweep import run_sweep
-from fairvar.verify import NARROW, WIDE, Agreement, Tolerance, compared, draw, rerun, tolerance
+from fairvar.verify import (
+    NARROW,
+    WIDE,
+    Agreement,
+    Tolerance,
+    check_files,
+    compared,
+    draw,
+    rerun,
+    tolerance,
+)
 
 PLAN = {
     "name": "tiny",
@@ -78,7 +97,7 @@ def test_it_is_much_smaller_and_always_the_same(sweep: Path, small: Path, tmp_pa
 def test_slices_from_two_machines_become_one(sweep: Path, tmp_path: Path) -> None:
     """Cells by protocol, seeds of one configuration apart: as if one machine had computed all."""
     plans = [Plan.from_dict({**PLAN, "protocol": p}) for p in ("boxes", "tables")]
-    names = [c.fingerprint[:16] for plan in plans for c in plan.cells]
+    names = [identity_of(c).name for plan in plans for c in plan.cells]
     for place, part in enumerate((names[::2], names[1::2])):
         folder = tmp_path / str(place)
         folder.mkdir()
@@ -105,9 +124,62 @@ def test_a_choice_that_was_not_kept_is_refused(sweep: Path, small: Path) -> None
         report(small, Criterion(t=0.0, model="global"))
 
 
-def test_summaries_and_runs_of_one_configuration_are_not_mixed(sweep: Path, small: Path) -> None:
+def test_a_summary_gives_way_to_the_runs_behind_it(sweep: Path, small: Path) -> None:
+    both, alone = gather(sweep, small), gather(sweep)
+    assert [[(t.label, t.lr, t.seeds) for t in g.trials] for g in both] == [
+        [(t.label, t.lr, t.seeds) for t in g.trials] for g in alone
+    ]
+
+
+def test_summaries_and_runs_of_one_configuration_are_not_mixed(
+    sweep: Path, small: Path, tmp_path: Path
+) -> None:
+    for run in stored_runs(sweep):
+        if run.config.train.seed == 0:
+            shutil.copytree(run.folder, tmp_path / run.folder.name)
+    sweep = tmp_path
     with pytest.raises(BadInput, match="as a summary and again"):
         gather(sweep, small)
+
+
+def test_an_archive_does_not_hide_the_runs_beside_it(
+    sweep: Path, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Later runs in the folder of an archive: report, verify and compare have all of them."""
+    shutil.copytree(small, tmp_path, dirs_exist_ok=True)
+    before = len(stored_runs(tmp_path))
+    later = replace(stored_runs(sweep)[0].config, train=replace(
+        stored_runs(sweep)[0].config.train, seed=7))  # fmt: skip
+    run_cell(later, tmp_path, Watch())
+    assert len(stored_runs(tmp_path)) == before + 1
+    assert later.fingerprint in {r.config.fingerprint for r in stored_runs(tmp_path)}
+    assert check_files(tmp_path) == check_files(small) + 1
+    damaged = tmp_path / later.fingerprint[:16] / "config.toml"
+    damaged.write_bytes(damaged.read_bytes() + b"#")
+    with pytest.raises(SystemExit) as end:
+        main(["verify", str(tmp_path)])
+    assert end.value.code == 4
+    assert "was changed after it was written" in capsys.readouterr().err
+
+
+def test_archives_go_into_a_folder_of_their_own(
+    sweep: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["condense", str(sweep), "--out", str(sweep)])
+    assert end.value.code == 2
+    assert "a folder of its own" in capsys.readouterr().err
+    assert not (sweep / ARCHIVE).exists()
+
+
+def test_an_archive_among_its_own_runs_changes_nothing(sweep: Path, tmp_path: Path) -> None:
+    """As earlier versions could leave it behind."""
+    shutil.copytree(sweep, tmp_path, dirs_exist_ok=True)
+    condense(gather(sweep), tmp_path)
+    one, two = ([[(t.label, t.lr, t.seeds) for t in g.trials] for g in gather(f)]
+                for f in (sweep, tmp_path))  # fmt: skip
+    assert one == two
+    assert len(stored_runs(tmp_path)) == len(stored_runs(sweep))
 
 
 def test_the_model_was_not_kept_and_says_so(small: Path) -> None:
@@ -115,29 +187,178 @@ def test_the_model_was_not_kept_and_says_so(small: Path) -> None:
         assert stored_runs(small)[0].history().model
 
 
-@pytest.mark.parametrize("name", ["../escape/x", "/tmp/x", "a/b/c/d", "x", "a/.hidden"])
+def listed(folder: Path, content: bytes) -> None:
+    """An archive with a list that fits it, but for the files in it: a seal is no signature."""
+    folder.mkdir(exist_ok=True)
+    (folder / ARCHIVE).write_bytes(content)
+    write_list(folder, hashlib.sha256(content).hexdigest(), len(content), {})
+
+
+@pytest.mark.parametrize("name", ["../escape/x", "/tmp/x", "a/b/c/d", "x", "a/.hidden", "ä/x",
+                                  "a/" + 97 * "b", "a/" + 300 * "b"])  # fmt: skip
 def test_hostile_archives_are_refused(name: str, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / ARCHIVE, "w:xz") as archive:
         entry = tarfile.TarInfo(name)
         entry.size = 1
         archive.addfile(entry, io.BytesIO(b"x"))
-    with pytest.raises(IntegrityError, match="refused"):
+    listed(tmp_path, (tmp_path / ARCHIVE).read_bytes())
+    with pytest.raises(IntegrityError, match=r"refused|not as runs.json"):
         unpacked(tmp_path)
     assert not (tmp_path.parent / "escape").exists()
 
 
 def test_links_and_damage_are_refused(small: Path, tmp_path: Path) -> None:
-    with tarfile.open(tmp_path / ARCHIVE, "w:xz") as archive:
-        entry = tarfile.TarInfo("a/link")
-        entry.type, entry.linkname = tarfile.SYMTYPE, "../../secret"
-        archive.addfile(entry)
-    with pytest.raises(IntegrityError, match="refused"):
+    for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.DIRTYPE, b"7", b"\0"):
+        with tarfile.open(tmp_path / ARCHIVE, "w:xz") as archive:
+            entry = tarfile.TarInfo("a/link")
+            entry.type, entry.linkname = kind, "../../secret"
+            archive.addfile(entry)
+        listed(tmp_path, (tmp_path / ARCHIVE).read_bytes())
+        with pytest.raises(IntegrityError, match="refused"):
+            unpacked(tmp_path)
+    listed(tmp_path / "cut", (small / ARCHIVE).read_bytes()[:-100])
+    with pytest.raises(IntegrityError, match="cut off"):
+        unpacked(tmp_path / "cut")
+
+
+def header(name: str, size: int = 0, kind: bytes = b"0") -> bytes:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.type = size, kind
+    return entry.tobuf(tarfile.GNU_FORMAT)
+
+
+def sparse() -> bytes:
+    """144 bytes that claim three gigabytes of zeros."""
+    with tempfile.TemporaryFile() as file:
+        entry = tarfile.TarInfo("a/x")
+        entry.size, entry.pax_headers = 512, {
+            "GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "a/x",
+            "GNU.sparse.realsize": str(3 << 30),
+        }  # fmt: skip
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as archive:
+            archive.addfile(entry, io.BytesIO(f"1\n{3 << 30}\n0\n".encode().ljust(512, b"\0")))
+        file.seek(0)
+        return file.read()
+
+
+def large_dictionary(content: bytes) -> bytes:
+    """The header of the first block asks for all the memory that the format knows."""
+    head = bytearray(content[12 : 12 + 4 * (content[12] + 1)])
+    assert head[2:4] == b"\x21\x01"  # LZMA2 and the length of its one property
+    head[4] = 40
+    head[-4:] = zlib.crc32(head[:-4]).to_bytes(4, "little")
+    return content[:12] + head + content[12 + len(head) :]
+
+
+END = bytes(1024)
+ENTRY = header("a/x", 1) + b"x".ljust(512, b"\0")
+BOMBS = {
+    "sparse": lambda: lzma.compress(sparse(), preset=0),
+    "zeros in one file": lambda: lzma.compress(header("a/x", 3 << 30) + bytes(1 << 20), preset=0),
+    "zeros in many": lambda: lzma.compress(
+        b"".join(header(f"a/{i}", 8 << 20) + bytes(8 << 20) for i in range(10)) + END, preset=0),
+    "long names": lambda: lzma.compress(
+        (header("x", 512, b"L") + b"a" * 512) * 3000 + ENTRY + END, preset=0),
+    "pax": lambda: lzma.compress(
+        header("x", 9 << 20, b"x") + b"9 path=a\n" * (1 << 20) + END, preset=0),
+    "the same entry twice": lambda: lzma.compress(ENTRY + ENTRY + END),
+    "an entry after the end": lambda: lzma.compress(ENTRY + END + ENTRY + END),
+    "garbage in the padding": lambda: lzma.compress(ENTRY[:-1] + b"g" + END),
+    "no end": lambda: lzma.compress(ENTRY),
+    "garbage behind": lambda: lzma.compress(ENTRY + END) + b"garbage",
+    "zeros behind": lambda: lzma.compress(ENTRY + END) + bytes(4),
+    "two streams": lambda: lzma.compress(ENTRY + END) + lzma.compress(END),
+    "no checksum, cut": lambda: lzma.compress(ENTRY + END, check=lzma.CHECK_NONE)[:-30],
+    "another format": lambda: lzma.compress(ENTRY + END, format=lzma.FORMAT_ALONE),
+    "a dictionary of 4 GB": lambda: large_dictionary(lzma.compress(ENTRY + END)),
+    "nothing": lambda: b"",
+    "a negative size": lambda: lzma.compress(
+        ENTRY[:124] + b"\xff" * 12 + b" " * 8 + ENTRY[156:] + END),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_bombs_and_tails_are_refused(kind: str, tmp_path: Path) -> None:
+    """Quickly and in little memory, with a list that fits."""
+    listed(tmp_path, BOMBS[kind]())
+    tracemalloc.start()
+    start = time.perf_counter()
+    try:
+        with pytest.raises(IntegrityError) as found:
+            unpacked(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 100_000_000
+    finally:
+        tracemalloc.stop()
+    assert time.perf_counter() - start < 10
+    assert "\n" not in str(found.value)
+
+
+def test_too_many_entries_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fairvar.report.condensed.MOST_FILES", 1000)
+    listed(tmp_path, lzma.compress(b"".join(header(f"a/{i}") for i in range(1001)) + END, preset=0))
+    with pytest.raises(IntegrityError, match="one of too many files"):
         unpacked(tmp_path)
-    cut = tmp_path / "cut"
-    cut.mkdir()
-    (cut / ARCHIVE).write_bytes((small / ARCHIVE).read_bytes()[:-100])
-    with pytest.raises(IntegrityError, match="cannot be unpacked"):
-        unpacked(cut)
+
+
+def test_a_damaged_archive_or_list_is_found(small: Path, tmp_path: Path) -> None:
+    """Any bit of either file, a list of another archive, and a list that is gone."""
+    content = {name: (small / name).read_bytes() for name in (ARCHIVE, LIST)}
+    for name, whole in content.items():
+        for other in content:
+            (tmp_path / other).write_bytes(content[other])
+        unpacked(tmp_path)
+        places = random.Random(name).sample(range(8 * len(whole)), 100)
+        for place in [*places, *range(8 * len(whole) - 200, 8 * len(whole))]:
+            flipped = bytearray(whole)
+            flipped[place // 8] ^= 1 << place % 8
+            (tmp_path / name).write_bytes(flipped)
+            with pytest.raises(IntegrityError):
+                unpacked(tmp_path)
+        (tmp_path / name).unlink()
+        with pytest.raises(IntegrityError, match=r"fairvar seal|cannot be unpacked"):
+            unpacked(tmp_path)
+    other = condense(gather(small), tmp_path / "other", everything=True).parent
+    (tmp_path / ARCHIVE).write_bytes(content[ARCHIVE] + b"")
+    facts = json.loads((other / LIST).read_bytes())
+    write_list(tmp_path, "0" * 64, facts["archive_bytes"], facts["files"])
+    with pytest.raises(IntegrityError, match=r"not the archive that runs.json lists"):
+        unpacked(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["lost", "new", "other"])
+def test_a_list_must_fit_the_contents(change: str, small: Path, tmp_path: Path) -> None:
+    shutil.copyfile(small / ARCHIVE, tmp_path / ARCHIVE)
+    sha256, size, files = extract(small / ARCHIVE, tmp_path / "place")
+    name = sorted(files)[3]
+    if change == "other":
+        files[name] = "0" * 64
+    else:
+        files = {k: v for k, v in files.items() if k != name} if change == "lost" else {
+            **files, "new/file": "0" * 64}  # fmt: skip
+    write_list(tmp_path, sha256, size, files)
+    with pytest.raises(IntegrityError, match=r"is not as runs.json lists it"):
+        unpacked(tmp_path)
+
+
+def test_an_older_archive_gets_its_list(small: Path, tmp_path: Path, capsys) -> None:
+    shutil.copyfile(small / ARCHIVE, tmp_path / ARCHIVE)
+    for command in (["verify", str(tmp_path)], ["report", str(tmp_path)]):
+        with pytest.raises(SystemExit) as end:
+            main(command)
+        assert end.value.code == 4
+        assert f"fairvar seal {tmp_path}" in capsys.readouterr().err
+    main(["seal", str(tmp_path)])
+    assert (tmp_path / LIST).read_bytes() == (small / LIST).read_bytes()
+    main(["verify", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        main(["seal", str(tmp_path)])
+    assert end.value.code == 2
+    (tmp_path / LIST).unlink()
+    (tmp_path / ARCHIVE).write_bytes((small / ARCHIVE).read_bytes()[:-8])
+    with pytest.raises(SystemExit) as end:
+        main(["seal", str(tmp_path)])
+    assert end.value.code == 4
+    assert not (tmp_path / LIST).exists()
 
 
 # --- verify --------------------------------------------------------------------------------------
@@ -176,6 +397,7 @@ def test_a_changed_file_is_found(small: Path, tmp_path: Path, capsys) -> None:
             if entry.name.endswith("history.safetensors") and not changed:
                 content, changed = content[:-1] + bytes([content[-1] ^ 1]), True
             new.addfile(entry, io.BytesIO(content))
+    write_list(tmp_path, *extract(tmp_path / ARCHIVE, tmp_path / "place"))
     with pytest.raises(SystemExit) as end:
         main(["verify", str(tmp_path)])
     assert end.value.code == 4
@@ -220,9 +442,7 @@ def test_only_rounded_epochs_may_drift(tmp_path: Path) -> None:
 def test_an_unpacked_archive_stays_while_others_are_read(tmp_path: Path) -> None:
     folders = [tmp_path / str(n) for n in range(10)]
     for folder in folders:
-        folder.mkdir()
-        with tarfile.open(folder / ARCHIVE, "w:xz"):
-            pass
+        listed(folder, lzma.compress(END))
     opened = [unpacked(folder) for folder in folders]
     assert len(set(opened)) == 10
     assert all(place.is_dir() for place in opened)

@@ -279,7 +279,7 @@ def test_the_passport_tells_how_to_make_it_again(digits):
 
 REFUSED = [
     ("mnist_100", {}, "did you mean 'mnist_1000'"),
-    ("digits", {"clients": 0}, "at least one client"),
+    ("digits", {"clients": 0}, "clients = 0: give a whole number, at least 1"),
     ("digits", {"clients": 1798, "partition": IID()}, "at most 1797 clients"),
     ("digits", {"clients": 180}, "at most 179 clients"),
     ("digits", {"partition": Natural()}, "needs group ids"),

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from fairvar.errors import BadInput
+from fairvar.metrics import fairness
 from fairvar.report import figures, front, look
 from fairvar.report.front import Point
+from fairvar.report.table import mean_and_standard_error
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,7 +68,7 @@ def gains() -> Figure:
 DRAWN: dict[str, Callable[[], Figure]] = {
     "differences": gains,
     "accuracies": lambda: figures.client_accuracies(
-        accuracies(), {m: np.full(50, 0.02) for m in METHODS}
+        {m: np.stack([p, p[::-1] / 2]) for m, p in accuracies().items()}
     ),
     "front": lambda: front.front(points(), 6e-4),
     "partition": split,
@@ -161,7 +163,40 @@ def test_panels_print_what_they_show() -> None:
     pytest.importorskip("matplotlib")
     figure = figures.client_accuracies({"FedAvg": np.linspace(0, 1, 11), "x": [np.nan] * 11})
     told = [axes.texts[0].get_text() for axes in figure.axes]
-    assert told == ["mean 50.0, worst 10 % 5.0", "div."]
+    assert told == ["mean 50.00, worst 10 % 5.00", "div."]
+
+
+def test_panels_rank_the_clients_of_every_seed() -> None:
+    """Another client is worst in every seed: averaging clients first would hide it."""
+    pytest.importorskip("matplotlib")
+    table = np.full((3, 10), 0.9)
+    table[[0, 1, 2], [4, 7, 1]] = [0.1, 0.2, 0.3]
+    table[2, 9] = np.nan
+    figure = figures.client_accuracies({"FedAvg": table})
+    told = [mean_and_standard_error(100 * fairness(row)[name] for row in table).value
+            for name in ("mean", "worst_10_percent")]  # fmt: skip
+    assert figure.axes[0].texts[0].get_text() == "mean {:.2f}, worst 10 % {:.2f}".format(*told)
+    assert told[1] == pytest.approx(20)
+    curve, dashed, bar = figure.axes[0].lines
+    assert curve.get_ydata()[0] == pytest.approx(20, abs=0.5)  # seeds of 9 and 10 clients
+    assert dashed.get_ydata() == pytest.approx([told[0]] * 2)
+    assert bar.get_ydata() == pytest.approx([told[1]] * 2)
+
+
+def test_weights_stand_at_their_rounds() -> None:
+    """Kept at evaluations, every tenth and the last: the axis counts rounds."""
+    pytest.importorskip("matplotlib")
+    table, rounds = np.random.default_rng(0).dirichlet(np.ones(4), 4), np.array([10, 20, 30, 35])
+    line, heat = figures.weights_over_rounds(table, "AFL", rounds).axes[:2]
+    np.testing.assert_array_equal(line.lines[0].get_xdata(), rounds)
+    np.testing.assert_allclose(line.lines[0].get_ydata(), 1 / np.square(table).sum(1))
+    assert heat.get_xlabel() == "round"
+    assert line.get_xlim() == heat.get_xlim() == (5, 37.5)
+    borders = heat.collections[0].get_coordinates()[0, :, 0]
+    np.testing.assert_array_equal(borders, [5, 15, 25, 32.5, 37.5])
+    for bad in ([1, 2], [1, 2, 2, 3]):
+        with pytest.raises(BadInput, match="rounds"):
+            figures.weights_over_rounds(table, "AFL", bad)
 
 
 def test_small_and_odd_inputs() -> None:
@@ -179,7 +214,7 @@ def test_small_and_odd_inputs() -> None:
     "draw",
     [
         lambda: figures.client_accuracies({}),
-        lambda: figures.client_accuracies({"a": [[0.5]]}),
+        lambda: figures.client_accuracies({"a": [[[0.5]]]}),
         lambda: front.front([Point("a", float("nan"), 0.0)]),
         lambda: figures.partition([[-1]]),
         lambda: figures.partition([1, 2]),

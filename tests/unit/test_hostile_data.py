@@ -571,7 +571,7 @@ def test_npz_bombs_and_damage(tmp_path):
     body = npy("(200000000,)", "|u1", bytes(200_000_000))
     npz_of(path, {"x.npy": body, "y.npy": npy("(1,)", "|u1", b"0")}, zipfile.ZIP_DEFLATED)
     del body
-    with refused("claims 2000000.. bytes out of"):
+    with refused("claims 200000... bytes out of"):
         sources.load("npz", path)
     np.savez(path, x=np.random.default_rng(0).normal(size=(50, 4)), y=np.arange(50) % 2)
     content = path.read_bytes()
@@ -616,7 +616,7 @@ def test_bad_sheets(tmp_path, monkeypatch):
     with refused("test_batch.webp is refused: it is no intact image"):
         sources.load("cifar10", tmp_path)
     (tmp_path / "test_batch.webp").unlink()
-    with refused("test_batch.webp is refused: it is missing"):
+    with refused("test_batch.webp is missing"):
         sources.load("cifar10", tmp_path)
 
 

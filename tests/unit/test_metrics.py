@@ -75,9 +75,15 @@ def test_clients_without_test_samples_are_dropped_not_zero():
 
 
 def test_one_client():
+    """How far accuracies scatter over clients cannot be told from one; what can be told, is."""
     f = fairness([0.8], [25])
-    assert f.variance_over_clients == f.noise_floor == f.corrected_variance == 0
-    assert f.gini == f.kl_to_uniform == f.coefficient_of_variation == 0
+    undefined = ("variance_over_clients", "corrected_variance", "sd_over_clients",
+                 "coefficient_of_variation")  # fmt: skip
+    assert [name for name in undefined if not math.isnan(f[name])] == []
+    assert f.noise_floor == pytest.approx(0.8 * 0.2 / 24)
+    population = fairness([0.8], [25], ddof=0)
+    assert [population[name] for name in undefined] == [0, 0, 0, 0]
+    assert f.gini == f.kl_to_uniform == f.range_over_clients == 0
     assert f.jain == f.normalised_entropy == f.cosine_to_ones == 1
     assert f.worst_10_percent == f.best_10_percent == 0.8
     assert all(map(math.isnan, f.variance_interval + f.corrected_variance_interval))
@@ -155,7 +161,8 @@ def test_bounds_of_the_indices(p):
     assert 0 <= f.normalised_entropy <= 1
     assert 0 <= f.kl_to_uniform <= math.log(K) + 1e-12
     top = f.mean * (1 - f.mean) * K / max(1, K - 1)  # Bhatia–Davis
-    assert f.variance_over_clients <= top + 1e-12
+    assert math.isnan(f.variance_over_clients) == (K == 1)
+    assert K == 1 or f.variance_over_clients <= top + 1e-12
     assert f.smallest - 1e-12 <= f.worst_10_percent <= f.mean + 1e-12
     assert f.mean <= f.best_10_percent + 1e-12 <= f.largest + 2e-12
 
@@ -223,6 +230,44 @@ def test_intervals_are_repeatable_nested_and_fast():
         wide, narrow = f[name], fairness(accuracy, samples, interval=0.5)[name]
         assert wide[0] < narrow[0] < narrow[1] < wide[1]
     assert f.variance_interval[0] > 0
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+@pytest.mark.parametrize("n", [2, 3, 15])
+@pytest.mark.parametrize(
+    "p",
+    [
+        [1, 1, 1, 1, 1, 0.8, 1, 1],  # (0, 6.25) before intervals were cut
+        [0, 0, 0, 0, 0.2, 0],
+        [0, 1] * 4,
+        [0, 1, 0, 1, 0],
+        [0, 0, 0, 0, 1],
+        [0.5] * 4 + [0.5 + 1e-9],
+        [1e-9] + [0] * 9,
+    ],
+)
+def test_intervals_end_where_the_number_must_end(p, n, ddof):
+    f = fairness(p, [n] * len(p), ddof=ddof)
+    most = np.var(([0.0, 1.0] * len(p))[: len(p)], ddof=ddof)
+    floor = 0.25 / (n - 1) * (1 if ddof else 1 - 1 / len(p))
+    low, high = f.variance_interval
+    assert 0 <= low <= f.variance_over_clients <= high <= most + 1e-15
+    low, high = f.corrected_variance_interval
+    assert -floor - 1e-15 <= low <= f.corrected_variance <= high <= most + 1e-15
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(1, 4)), min_size=1,
+                max_size=12), st.integers(0, 1))  # fmt: skip
+def test_intervals_of_extreme_clients_stay_in_range(clients, ddof):
+    p, n = zip(*clients, strict=True)
+    f, K = fairness(p, n, ddof=ddof, resamples=200), len(p)
+    for name, least in (("variance_interval", 0.0), ("corrected_variance_interval", -0.5)):
+        low, high = f[name]
+        if math.isnan(low):
+            assert K < 5 or max(n) == 1
+        else:
+            assert least <= low <= high <= K / (K - ddof) / 4 + 1e-15
 
 
 def test_variance_units():

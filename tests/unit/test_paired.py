@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from fairvar.errors import BadInput
+from fairvar.metrics import fairness
 from fairvar.report.paired import Difference, Paired, compare, compare_rounds
 from fairvar.report.versus import Side, paired_dict, paired_table, versus
 
@@ -88,6 +89,43 @@ def test_numbers_by_hand() -> None:
     np.testing.assert_allclose(found.by_client, (a - b).mean(0), rtol=1e-12)
     error = (a - b).std(0, ddof=1) / np.sqrt(3)
     np.testing.assert_allclose(found.standard_error_by_client, error, rtol=1e-12)
+
+
+def test_the_noise_floor_is_that_of_fairness() -> None:
+    """Also where clients have a single test sample; over several rounds, too."""
+    draw, n = np.random.default_rng(0), np.array([1, 1, 2, 3, 10, 40, 1, 7])
+    a, b = (draw.binomial(n, 0.7, (3, len(n))) / n for _ in range(2))
+
+    def corrected(p: np.ndarray) -> float:
+        return float(np.mean([fairness(row, n, resamples=0).corrected_variance for row in p]))
+
+    expected = corrected(a) - corrected(b)
+    assert compare(a, b, n).corrected_variance.value == pytest.approx(expected, abs=1e-14)
+    late = compare_rounds(a[None], b[None], n).corrected_variance
+    assert late.value == pytest.approx(expected, abs=1e-14)
+    np.testing.assert_allclose(late, compare(a, b, n).corrected_variance, atol=1e-14)
+
+
+def test_single_samples_everywhere_leave_the_corrected_difference_undefined() -> None:
+    a, b = table(0), table(1)
+    found = compare(a, b, many() // 100)
+    assert np.isnan(found.corrected_variance).all()
+    assert not found.corrected_variance.clear
+    assert np.isfinite(found.variance).all()
+
+
+@given(st.integers(0, 10_000), st.integers(1, 4), st.integers(2, 12))
+def test_differences_stay_in_their_range(seed: int, seeds: int, clients: int) -> None:
+    """A difference of two numbers in [0, top] lies in [−top, top]."""
+    draw, n = np.random.default_rng(seed), np.full(clients, 2)
+    a, b = (draw.choice([0.0, 0.5, 1.0], (seeds, clients)) for _ in range(2))
+    found = compare(a, b, n, resamples=60)
+    most = (clients // 2) * ((clients + 1) // 2) / clients / (clients - 1)
+    tops = {"accuracy": 1.0, "variance": most, "corrected_variance": most + 0.25,
+            "worst_10_percent": 1.0}  # fmt: skip
+    for name, top in tops.items():
+        value, low, high = getattr(found, name)
+        assert -top - 1e-12 <= min(low, value) <= max(high, value) <= top + 1e-12
 
 
 @pytest.mark.parametrize("truth", [0.0, 0.02])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fairvar.report.condensed import ARCHIVE, LIST, extract, write_list
 from fairvar.report.gather import gather
 from fairvar.report.write import write_report
 from fairvar.verify import check_files
@@ -37,6 +38,12 @@ def test_the_published_report_comes_out_again(folder: Path, tmp_path: Path) -> N
     assert {"table-" in f.name for f in files} == {True, False}
     differ = [f.name for f in files if f.read_bytes() != (tmp_path / f.name).read_bytes()]
     assert differ == []
+
+
+@pytest.mark.parametrize("folder", RESULTS, ids=NAMES)
+def test_every_archive_has_the_list_that_condense_would_write(folder: Path, tmp_path: Path) -> None:
+    write_list(tmp_path, *extract(folder / ARCHIVE, tmp_path))
+    assert (tmp_path / LIST).read_bytes() == (folder / LIST).read_bytes()
 
 
 def test_all_results_together_stay_small() -> None:

@@ -108,13 +108,50 @@ def test_refused(options: dict, words: list[str]) -> None:
     refused(*words, **options)
 
 
+# Every argument gets values of all kinds; whatever is refused is refused by BadInput, in one line.
 WRONG_TYPES = """
-import fairvar as fv
-data = fv.Federation.from_arrays([([[1.0], [2.0]], [0, 1])])
+import warnings
+import numpy as np, torch, fairvar as fv
+from torch import nn
+warnings.simplefilter("ignore")
+x, y = torch.randn(6, 4), torch.tensor([0, 1, 0, 1, 0, 1])
+data = fv.Federation.from_arrays([(x, y)] * 3, test=[(x, y)] * 3)
+history = fv.train("multinomial", data, fv.FedAvg(), 1)
+dataset = fv.Dataset("d", x, y, 2)
+values = [None, True, -1, 2.5, float("nan"), "text", [1], (1, 2, 3), {"a": 1}, object(), b"x", {1},
+          np.ones(1), torch.ones(2), fv.FedAvg(), data, history]
+calls = [
+    (fv.train, {"model": "multinomial", "federation": data, "method": fv.FedAvg(), "rounds": 1},
+     ["lr", "batch_size", "local_steps", "local_epochs", "loss", "seed", "dtype", "device",
+      "engine", "evaluate_every", "evaluate_splits", "evaluate_local", "clip_norm",
+      "participation", "participants", "chunk", "precision", "capture", "state", "progress"]),
+    (fv.Federation.from_arrays, {"train": [(x, y)]},
+     ["valid", "test", "classes", "name", "passport"]),
+    (fv.load_federation, {"name": "digits", "clients": 3},
+     ["partition", "seed", "split", "holdout", "pool_samples", "fraction", "samples", "root"]),
+    (fv.build_federation, {"dataset": dataset, "clients": 2, "partition": fv.IID()}, ["split"]),
+    (fv.Dataset, {"name": "d", "x": x, "y": y, "classes": 2},
+     ["pool_x", "pool_y", "groups", "sha256", "provenance", "scale"]),
+    (fv.check_model, {"module": nn.Linear(4, 2), "inputs": x},
+     ["targets", "classes", "together", "curvature"]),
+    (fv.fairness, {"accuracy": [0.5, 0.6]}, ["samples", "ddof", "interval", "resamples", "seed"]),
+    (history.fairness, {}, ["split", "model", "at"]),
+]
+for function, given, more in calls:
+    for name in [*given, *more]:
+        refused = 0
+        for value in values:
+            try:
+                function(**{**given, name: value})
+            except fv.BadInput as error:
+                refused += 1
+                assert "\\n" not in str(error) and len(str(error)) < 400, str(error)
+            except Exception as error:
+                print(function.__qualname__, name, repr(value)[:40], repr(error)[:80])
+        assert refused > 5, (function, name)
 for options in ({"lr": "fast"}, {"rounds": 2.5}, {"model": 3}, {"method": "fedavg"}, {"loss": 3}):
-    given = {"model": "multinomial", "method": fv.FedAvg(), **options}
     try:
-        fv.train(given.pop("model"), data, **given)
+        fv.train(**{"model": "multinomial", "federation": data, "method": fv.FedAvg(), **options})
     except fv.BadInput as error:
         print(error)
 """
@@ -126,9 +163,172 @@ def test_wrong_types_are_refused() -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     expected = ["train.lr = 'fast'", "train.rounds = 2.5", "nn.Module", "FedAvg()", "loss"]
-    assert len(lines) == len(expected)
+    assert len(lines) == len(expected), done.stdout
     for line, word in zip(lines, expected, strict=True):
         assert word in line
+
+
+# -- labels and outputs ----------------------------------------------------------------------------
+BINARY = fv.Federation.from_arrays(
+    [(x, [label % 2 for label in y]) for x, y in arrays([5, 3])], classes=2
+)
+
+
+def one_logit(outputs: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(
+        outputs.reshape(y.shape), y.to(outputs.dtype), reduction="none"
+    )
+
+
+class Reshaped(nn.Linear):
+    """Outputs with more axes, or fewer."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__(4, int(np.prod(shape)))
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).reshape(len(x), *self.shape)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 1), Reshaped()], ids=["(b, 1)", "(b,)"])
+def test_a_single_logit_has_no_accuracy(model: nn.Module) -> None:
+    """The largest of one output is always class 0: that share was called accuracy."""
+    refused("largest output", "2 wide", "float targets", data=BINARY, model=model, loss=one_logit)
+    pairs = [[BINARY.train.of(i)[0] for i in range(2)], [BINARY.train.of(i)[1] for i in range(2)]]
+    floats = [(x, y.float()) for x, y in zip(*pairs, strict=True)]
+    data = fv.Federation.from_arrays(floats, test=floats)
+    history = fv.train(model, data, fv.FedAvg(), 3, loss=one_logit)  # as the refusal says
+    assert not history.accuracy
+    assert torch.isfinite(history.evaluated_loss["test", "global"]).all()
+
+
+def test_a_loss_of_ones_own_needs_one_output_per_class() -> None:
+    def first(outputs: Tensor, y: Tensor) -> Tensor:
+        return (outputs.flatten(1)[:, 0] - y).square()
+
+    for width in (1, 2, 5):
+        refused("largest output", "3 wide", model=nn.Linear(4, width), loss=first)
+    refused("classes = 5", model=nn.Linear(4, 5), loss=first)
+    refused("outputs of shape (3, 2)", model=Reshaped(3, 2), loss=first)
+    alone = fv.Federation.from_arrays(arrays([3, 3], labels=[0, 0]))  # a single class
+    refused("2 wide", data=alone, model=nn.Linear(4, 1), loss=first)
+    fv.train(nn.Linear(4, 3), DATA, fv.FedAvg(), 1, loss=first)
+
+
+def test_cross_entropy_takes_classes_that_the_data_lack() -> None:
+    fv.train(nn.Linear(4, 5), DATA, fv.FedAvg(), 1)
+    refused("2 outputs", "3 classes", "3 wide", model=nn.Linear(4, 2))
+    refused("outputs of shape (3, 2)", model=Reshaped(3, 2))
+
+
+def test_losses_that_fail_say_so() -> None:
+    refused("reduction", model="multinomial", loss=nn.CrossEntropyLoss())
+    refused("the loss fails on outputs of shape (4, 3), targets of shape (4,)",
+            loss=lambda outputs, y: outputs @ y)  # fmt: skip
+
+
+def test_next_tokens() -> None:
+    """Targets (b, T) are no labels: a loss of one's own trains on them, and no accuracy is told."""
+    draw = torch.Generator().manual_seed(0)
+    pairs = [
+        (torch.randn(4, 6, 4, generator=draw), torch.randint(0, 5, (4, 6), generator=draw))
+        for _ in range(3)
+    ]
+    data = fv.Federation.from_arrays(pairs, test=pairs)
+    assert data.classes is None
+    model = nn.Linear(4, 5)
+    refused("one label per sample", "shape (6,)", "loss function", data=data, model=model)
+
+    def mean_over_positions(outputs: Tensor, y: Tensor) -> Tensor:
+        losses = nn.functional.cross_entropy(outputs.transpose(1, 2), y, reduction="none")
+        return losses.mean(1)
+
+    for engine in ("reference", "auto", "vmapped", "blocked"):
+        history = fv.train(
+            model, data, fv.FairGrad(0.1), 3, loss=mean_over_positions, engine=engine
+        )
+        finite(history)
+        assert torch.isfinite(history.evaluated_loss["test", "local"]).all()
+    y = pairs[0][1].clone()
+    y[1, 3] = 9
+    with pytest.raises(fv.BadInput, match="client 0, sample 1: label 9 is outside 0 … 4"):
+        fv.Federation.from_arrays([(pairs[0][0], y)], classes=5)
+
+
+# -- data of the wrong form ------------------------------------------------------------------------
+PAIRS = """
+import numpy as np, torch, fairvar as fv
+x, y = np.ones((2, 4)), [0, 1]
+long_x, long_y = np.ones((5, 4)), [0, 1, 0, 1, 0]
+for wrong, word in (
+    ((x, y), "of one client give"),
+    ((long_x, long_y), "of one client give [(x, y)]"),
+    ((torch.tensor(x), torch.tensor(y)), "of one client give"),
+    ({"a": (x, y)}, "not a dict"),
+    ([(x, y, y)], "client 0 is a tuple of 3"),
+    ([x, x, x], "client 0 is a ndarray"),
+    ([(x, 1)], "client 0: y is a single number"),
+    ([(x, ["a", "b"])], "cannot be read"),
+    ([(x, np.array([1j, 2j]))], "complex"),
+    ([], "holds no client"),
+    (iter(()), "holds no client"),
+):
+    try:
+        fv.Federation.from_arrays(wrong)
+    except fv.BadInput as error:
+        assert word in str(error), (word, str(error))
+    else:
+        raise AssertionError(word)
+assert fv.Federation.from_arrays(iter([(x, y)])).clients == 1
+x, y = torch.randn(40, 2), torch.arange(40) % 4
+found, expected = fv.Dataset("d", x, y, 4), fv.Dataset("d", x.numpy(), y.numpy(), 4)
+assert found.sha256 == expected.sha256
+deal = [fv.build_federation(d, 3, fv.IID()) for d in (found, expected)]
+assert torch.equal(deal[0].train.x, deal[1].train.x)
+"""
+
+
+def test_pairs_of_the_wrong_form_and_data_sets_of_tensors() -> None:
+    done = subprocess.run([sys.executable, "-c", PAIRS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_splits_of_another_shape_than_the_training_samples() -> None:
+    pairs = arrays([3, 3])
+    with pytest.raises(fv.BadInput, match=r"test: samples of x have shape \(2,\), but \(4,\)"):
+        fv.Federation.from_arrays(pairs, test=[(x[:, :2], y) for x, y in pairs])
+    with pytest.raises(fv.BadInput, match="test: y is torch"):
+        fv.Federation.from_arrays(pairs, test=[(x, np.array(y, float)) for x, y in pairs])
+
+
+# -- states and progress ---------------------------------------------------------------------------
+def test_states_that_do_not_fit() -> None:
+    of = {m.label: fv.train("multinomial", DATA, m, 2, evaluate_local=False).state for m in METHODS}
+    refused("state is one of AFL", "AAggFF cannot continue", method=fv.AAggFF(), rounds=4,
+            state=of["AFL"])  # fmt: skip
+    refused("state is one of FedAvg", method=fv.FairLoss(0.5), rounds=4, state=of["FedAvg"])
+    refused("state is one of FairGrad", method=fv.FedAvg(), rounds=4, state=of["FairGrad"])
+    more = fv.Federation.from_arrays(arrays([5, 3, 2]), classes=3)
+    refused("other clients", "(2,)", "(3,)", data=more, method=fv.AFL(), rounds=4, state=of["AFL"])
+    refused("another model", "1.bias is (3,)", model="2nn", rounds=4, state=of["FedAvg"])
+    refused(
+        "another model", "torch.float32, not", rounds=4, state=of["FedAvg"], dtype=torch.float64
+    )
+    refused("2 rounds behind it", "rounds = 4", rounds=2, state=of["FedAvg"])
+    fv.train("multinomial", DATA, fv.QFFL(1.0), 4, state=of["FedAvg"])  # only a model: fine
+
+
+def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    fv.train("multinomial", DATA, fv.FedAvg(), 3, progress=True)
+    told = capsys.readouterr()
+    assert "FedAvg: 3/3" in told.err
+    assert not told.out
+    seen: list[tuple[int, int]] = []
+    fv.train("multinomial", DATA, fv.FedAvg(), 3, progress=lambda *done: seen.append(done))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    fv.train("multinomial", DATA, fv.FedAvg(), 1, progress=False)
+    assert not capsys.readouterr().err
 
 
 def test_cross_entropy_of_float_targets_is_refused() -> None:

@@ -92,6 +92,7 @@ def run(
     """
     from fairvar.config import Config
     from fairvar.experiment import Watch, run_cell, run_folder, start_note
+    from fairvar.identity import look_again
     from fairvar.plugin import load_plugin
     from fairvar.progress import progress
     from fairvar.report.show import run_table
@@ -104,8 +105,9 @@ def run(
         return print_json({"config": settings.to_dict(), "fingerprint": settings.fingerprint})
     if dry:
         return print(settings.to_toml() + f"\n# fingerprint {settings.fingerprint}")
+    look_again()
+    folder = run_folder(settings, out)  # which the data decide, too: they must be readable
     check_writable(out)
-    folder = run_folder(settings, out)
     tell(start_note(settings))
     with progress(settings.name) as report, stop_signals() as asked:
         label = settings.method.label
@@ -160,7 +162,8 @@ def sweep(
         plugin: a Python file to load first, for methods of your own.
         json: print the outcome as JSON.
     """
-    from fairvar.experiment import missing, start_note
+    from fairvar.experiment import missing, run_folder, start_note
+    from fairvar.identity import look_again
     from fairvar.plan import Plan, differences
     from fairvar.plugin import load_plugin
     from fairvar.progress import progress
@@ -182,6 +185,9 @@ def sweep(
             values = ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("run", "method"))
             say(f"{row['run']}  {row['method']}, {values}")
         return say(f"{len(cells)} runs")
+    look_again()
+    for cell in cells:
+        run_folder(cell, folder)  # bad data write nothing
     check_writable(folder)
     tell(start_note(cells[0]) if cells else None)
     if cells and ray is None:
@@ -235,7 +241,7 @@ def report(
     """
     from fairvar.plugin import load_plugin
     from fairvar.progress import progress
-    from fairvar.report.gather import gather, stored_runs
+    from fairvar.report.gather import gather
     from fairvar.report.look import require_matplotlib
     from fairvar.report.write import write_report
     from fairvar.store import check_writable
@@ -243,11 +249,10 @@ def report(
     load_plugin(plugin)
     require_matplotlib()
     target, rule = out or folder / "report", selection_rule(t, m, unit, model)
-    stored_runs(folder)  # bad input writes nothing
-    check_writable(target)
     with progress("report") as show:
         show(0, 1, "reading runs")
-        groups = gather(folder, rule=rule)
+        groups = gather(folder, rule=rule, model=model)
+        check_writable(target)  # bad input writes nothing
         tables, files = write_report(groups, target, title or f"fairvar: {groups[0].config.name}")
         show(1, 1, "done")
     show_report(tables, files, json)

@@ -1,10 +1,11 @@
-"""`fairvar flower new|keys`."""
+"""`fairvar flower new|keys|run`."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from fairvar.cli.common import Days, Nodes, app, say
 
@@ -40,3 +41,16 @@ def flower_keys(folder: Path, *, nodes: Nodes, host: list[str], days: Days = 365
     from fairvar.flower.keys import make_keys
 
     say(*make_keys(folder, nodes, host, days))
+
+
+@flower.command(name="run")
+def flower_run(app: Path, *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
+    """Train a Flower app: `flwr run`, with Flower's telemetry and update check switched off.
+
+    Args:
+        app: the app's folder.
+        arguments: go to `flwr run`, such as a federation's name, --stream or -c "rounds=10".
+    """
+    from fairvar.flower.launch import run_app
+
+    run_app(app, arguments)

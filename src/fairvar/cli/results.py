@@ -1,4 +1,4 @@
-"""Commands for results that others shall trust: condense, verify."""
+"""Commands for results that others shall trust: condense, seal, verify."""
 
 from __future__ import annotations
 
@@ -45,10 +45,12 @@ def condense(
     from fairvar.progress import progress
     from fairvar.report.condensed import condense as write
     from fairvar.report.gather import gather
-    from fairvar.store import check_writable
+    from fairvar.store import check_writable, is_complete
 
     if not folders:
         raise BadInput("give at least one folder of runs")
+    if out.is_dir() and any(map(is_complete, out.iterdir())):
+        raise BadInput(f"{out} holds the runs themselves; give the archive a folder of its own")
     load_plugin(plugin)
     rule = selection_rule(t, m, unit)
     with progress("condense") as report:
@@ -62,6 +64,30 @@ def condense(
     if json:
         return print_json({"file": str(path), "runs": runs, "bytes": size})
     say(f"{runs} runs on {len(groups)} federations in {path}, {size / 1e6:.1f} MB")
+
+
+@app.command
+def seal(folder: Path, *, plugin: Path | None = None, json: Json = False) -> None:
+    """Write the list of contents (runs.json) beside an archive that was written without one.
+
+    `condense` writes it by itself. Without it `report` and `verify` refuse an archive: a damaged
+    one could not be told from a whole one. All runs in the archive are checked first.
+
+    Example: fairvar seal results/mnist
+
+    Args:
+        folder: where runs.tar.xz lies.
+        plugin: a Python file to load first, for methods of your own.
+        json: print the outcome as JSON.
+    """
+    from fairvar.plugin import load_plugin
+    from fairvar.verify import seal_archive
+
+    load_plugin(plugin)
+    path, checked = seal_archive(folder)
+    if json:
+        return print_json({"file": str(path), "runs": checked})
+    print(f"{checked} runs and summaries are listed in {path}")
 
 
 @app.command

@@ -1,7 +1,13 @@
 """Data sets, partitions and the way from both to a `Federation`."""
 
 from fairvar.data.dataset import Dataset, Scale
-from fairvar.data.load import DATASET_NAMES, DATASETS, build_federation, load_federation
+from fairvar.data.load import (
+    DATASET_NAMES,
+    DATASETS,
+    build_federation,
+    dataset_sha256,
+    load_federation,
+)
 from fairvar.data.partition import IID, Assignment, Dirichlet, Natural, Partition, Shards
 from fairvar.data.sources import SOURCES, describe, verify
 from fairvar.data.synthetic import (
@@ -24,6 +30,7 @@ __all__ = [
     "Scale",
     "Shards",
     "build_federation",
+    "dataset_sha256",
     "describe",
     "gradient_variance_minimiser",
     "load_federation",

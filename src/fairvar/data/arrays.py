@@ -12,14 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from fairvar.data.raw import Layout, Raw, reason, refused
-from fairvar.errors import BadInput
+from fairvar.data.raw import Layout, Raw, reason, refused, unreadable
+from fairvar.errors import BadInput, FairvarError
+from fairvar.files import open_regular
 
 NAMES = ("x", "y", "groups", "x_test", "y_test", "groups_test")
 MOST_BYTES = 64 << 30
-MOST_RATIO = 200  # no data set is compressed more than that; a bomb is
+MOST_RATIO = 200  # no array is compressed more than that; a bomb is
+MOST_RATIO_OF_ALL = 20  # above `ANY_RATIO` bytes
+ANY_RATIO = 128 << 20
+AT_ONCE = 2 << 20  # of the zip's table, too
 _UNREADABLE = (zipfile.BadZipFile, struct.error, zlib.error, ArithmeticError, EOFError,
-               RuntimeError, NotImplementedError, ValueError, TypeError, KeyError)  # fmt: skip
+               RuntimeError, NotImplementedError, ValueError, TypeError, LookupError,
+               SyntaxError, MemoryError)  # fmt: skip
 
 
 def read(paths: Sequence[Path]) -> Raw:
@@ -84,7 +89,10 @@ def _check_length(name: str, x: np.ndarray, y: np.ndarray) -> None:
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with (
+            open_regular(path, MOST_BYTES, at_once=AT_ONCE) as file,
+            zipfile.ZipFile(file) as archive,
+        ):
             infos = archive.infolist()
             names = [info.filename.removesuffix(".npy") for info in infos]
             for name in names:
@@ -93,17 +101,18 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
                                         f"{', '.join(NAMES)}")  # fmt: skip
             _check_sizes(path, infos)
             return {n: _array(path, archive, i) for n, i in zip(names, infos, strict=True)}
-    except BadInput:
+    except FairvarError:
         raise
     except _UNREADABLE as error:
         raise refused(path, f"it is no intact .npz file ({reason(error)})") from None
     except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror or reason(error)}") from None
+        raise unreadable(path, error) from None
 
 
 def _check_sizes(path: Path, infos: Sequence[zipfile.ZipInfo]) -> None:
-    if sum(info.file_size for info in infos) > MOST_BYTES:
-        raise refused(path, f"it claims more than {MOST_BYTES} bytes")
+    claimed, held = (sum(getattr(i, k) for i in infos) for k in ("file_size", "compress_size"))
+    if claimed > min(MOST_BYTES, max(ANY_RATIO, MOST_RATIO_OF_ALL * held)):
+        raise refused(path, f"it claims {claimed} bytes out of {held}; save it with np.savez")
     for info in infos:
         if info.file_size > 1 << 20 and info.file_size > MOST_RATIO * info.compress_size:
             raise refused(path, f"{info.filename} claims {info.file_size} bytes out of "

@@ -2,6 +2,9 @@
 
 A decoded set has its SHA-256 in a file beside it. A damaged one is decoded again, and a cache
 that cannot be written costs time only; both say so in one line on the standard error.
+
+`sha256/` remembers the checksums of data sets by their files' paths, sizes, times and inodes, so
+that a data set is read once to know which it is.
 """
 
 from __future__ import annotations
@@ -10,17 +13,33 @@ import hashlib
 import os
 import sys
 import tempfile
+import time
 import zipfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from fairvar.data.raw import Layout, Raw, reason
+from fairvar.data.raw import Layout, Raw, reason, unreadable
+from fairvar.files import digest, open_regular, read_bytes, walk
 
+MOST_BYTES = 64 << 30
+MOST_NOTE = 1 << 10  # a remembered checksum
 VERSION = "1"  # of the decoding: raised when the same files would give other arrays
+# A file may be written again within one tick of its clock, with the same time (FAT's are 2 s long).
+SETTLED = 2.0
+
+
+class Stamp(NamedTuple):
+    """A file without its content. Programs can set `changed` back (`cp -p`), but not `status`."""
+
+    name: str
+    size: int
+    changed: int  # nanoseconds
+    status: int  # when the file's entry changed, nanoseconds
+    inode: int
 
 
 def cache_dir() -> Path:
@@ -53,15 +72,16 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def file_digest(path: Path, kind: str = "sha256") -> str:
-    with path.open("rb") as file:
+    with open_regular(path, MOST_BYTES) as file:
         return hashlib.file_digest(file, kind).hexdigest()
 
 
 def read_through_cache(name: str, layout: Layout, paths: Sequence[Path]) -> Raw:
     """`layout.read(paths)`, from the cache if these very files were decoded before."""
-    if not layout.cached:
+    identity = _identity(name, paths) if layout.cached else None
+    if identity is None:
         return layout.read(paths)
-    file = cache_dir() / f"{name}-{_identity(name, paths)[:12]}.npz"
+    file = cache_dir() / f"{name}-{identity[:12]}.npz"
     found = _load(file)
     if found is None:
         found = layout.read(paths)
@@ -77,24 +97,75 @@ def _say(line: str) -> None:
     print(f"fairvar: {line}", file=sys.stderr)
 
 
-def _identity(name: str, paths: Sequence[Path]) -> str:
-    """Of an archive its content, of a folder its names, sizes and times."""
-    digest = hashlib.sha256(f"{VERSION} {name}".encode())
+def _identity(name: str, paths: Sequence[Path]) -> str | None:
+    """Of an archive its content, of a folder the stamps of its files; None while these are new."""
+    found = hashlib.sha256(f"{VERSION} {name}".encode())
     for path in paths:
-        if path.is_file():
-            digest.update(file_digest(path).encode())
-        for entry in sorted(_files(path), key=lambda entry: entry[0]) if path.is_dir() else ():
-            digest.update("\0".join(map(str, entry)).encode(errors="surrogateescape"))
-    return digest.hexdigest()
+        try:
+            if path.is_file():
+                found.update(file_digest(path).encode())
+            stamps = _stamps(path) if path.is_dir() else []
+        except OSError as error:
+            raise unreadable(path, error) from None
+        if not _are_settled(stamps):
+            return None
+        found.update(b"".join(map(_line, stamps)))
+    return found.hexdigest()
 
 
-def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
-    for base, folders, names in os.walk(folder):
-        links = [name for name in folders if os.path.islink(os.path.join(base, name))]
-        for name in (*names, *links):
-            path = os.path.join(base, name)
-            facts = os.stat(path) if os.path.exists(path) else os.lstat(path)
-            yield os.path.relpath(path, folder), facts.st_size, facts.st_mtime_ns
+def remembered_sha256(name: str, paths: Sequence[Path], compute: Callable[[], str]) -> str:
+    """`compute()` of these files, or what it gave when they had the same stamps."""
+    try:
+        stamps = [stamp for path in paths for stamp in _stamps(path)]
+    except OSError:
+        return compute()  # which says what is missing
+    settled = _are_settled(stamps)
+    summed = hashlib.sha256(f"{VERSION} {name}".encode())
+    summed.update(b"".join(os.fsencode(path.absolute()) + b"\n" for path in paths))
+    summed.update(b"".join(map(_line, stamps)))
+    key = summed.hexdigest()
+    file = cache_dir() / "sha256" / key[:32]
+    if settled and (known := _recall(file, key)):
+        return known
+    found = compute()
+    if settled:
+        with suppress(OSError), whole_file(file) as out:  # not kept: read again next time
+            out.write(f"{found} {_check(key, found)}\n".encode())
+    return found
+
+
+def _recall(file: Path, key: str) -> str | None:
+    try:
+        found, check = read_bytes(file, MOST_NOTE).decode("ascii").split()
+    except (OSError, ValueError):
+        return None
+    return found if check == _check(key, found) else None
+
+
+def _check(key: str, found: str) -> str:
+    return hashlib.sha256(f"{key} {found}".encode()).hexdigest()
+
+
+def _are_settled(stamps: Sequence[Stamp]) -> bool:
+    newest = max((max(stamp.changed, stamp.status) for stamp in stamps), default=0)
+    return newest < time.time_ns() - SETTLED * 1e9
+
+
+def _line(stamp: Stamp) -> bytes:
+    return "\0".join(map(str, stamp)).encode(errors="surrogateescape") + b"\n"
+
+
+def _stamps(path: Path) -> list[Stamp]:
+    """Of a file, or of all files below a folder, in a fixed order."""
+    if not path.is_dir():
+        return [_stamp(path, path.name)]
+    files = [Path(e.path) for e in walk(path) if not e.is_dir(follow_symlinks=False)]
+    return sorted(_stamp(file, os.path.relpath(file, path)) for file in files)
+
+
+def _stamp(path: Path, name: str) -> Stamp:
+    facts = path.stat() if path.exists() else path.lstat()
+    return Stamp(name, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino)
 
 
 def _save(file: Path, raw: Raw) -> None:
@@ -114,14 +185,13 @@ def _load(file: Path) -> Raw | None:
     if not file.is_file():
         return None
     try:
-        wanted = _sum_file(file).read_text(encoding="ascii").split()[0]
-        with file.open("rb") as stream:
-            if hashlib.file_digest(stream, "sha256").hexdigest() != wanted:
+        wanted = read_bytes(_sum_file(file), 1000).decode("ascii").split()[0]
+        with open_regular(file, MOST_BYTES) as stream:
+            if digest(stream) != wanted:
                 raise ValueError("its checksum is wrong")
-            stream.seek(0)
             with np.load(stream, allow_pickle=False) as arrays:
                 train, classes = arrays["numbers"].tolist()
                 return Raw(arrays["x"], arrays["y"], train, classes, note=str(arrays["note"]))
-    except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile) as error:
         _say(f"{file.name} in the cache is damaged ({reason(error)}); decoding the images again")
         return None

@@ -23,6 +23,9 @@ _TEXTS = ("SHORT_BINSTRING", "BINUNICODE", "SHORT_BINUNICODE")
 _BYTES = {"BINSTRING": 5, "SHORT_BINBYTES": 2, "BINBYTES": 5, "BINBYTES8": 9}  # header lengths
 
 
+MOST_OPCODES = 1_000_000  # CIFAR-100 has some hundred thousand
+
+
 class _Global(NamedTuple):
     """A name that the file mentions. It is only ever compared, never imported."""
 
@@ -43,7 +46,9 @@ def parse(file: str, data: bytes) -> dict[str, Any]:
     """The batch as a dict; the table's values are a view of `data`."""
     reader = _Reader(file, memoryview(data))
     try:
-        for opcode, argument, position in pickletools.genops(data):
+        for number, (opcode, argument, position) in enumerate(pickletools.genops(data)):
+            if number > MOST_OPCODES:
+                raise ValueError(f"it has more than {MOST_OPCODES} parts")
             if opcode.name == "STOP":
                 return reader.result(position, len(data))
             reader.step(opcode.name, argument, position or 0)
@@ -126,7 +131,7 @@ class _Reader:
     def _pop(self, count: int | None) -> list[Any]:
         """The last `count` values, or those since the last mark."""
         start = self.marks.pop() if count is None else len(self.stack) - count
-        if not max(self.marks, default=0) <= start <= len(self.stack):
+        if not (self.marks[-1] if self.marks else 0) <= start <= len(self.stack):
             raise ValueError("stack too short")
         values = self.stack[start:]
         del self.stack[start:]

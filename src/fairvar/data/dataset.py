@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float32, Integer, Shaped, UInt8
 
-from fairvar.errors import BadInput
+from fairvar.errors import BadInput, shown
 
 BLOCK = 2048  # samples converted at a time, so that no second copy of a whole set ever exists
 
@@ -61,6 +61,7 @@ class Dataset:
     scale: Scale | None = None
 
     def __post_init__(self) -> None:
+        self._take_arrays()
         if (self.pool_x is None) != (self.pool_y is None):
             raise BadInput(f"data set {self.name}: give both pool_x and pool_y, or neither")
         if self.groups is not None and len(self.groups) != len(self.y):
@@ -74,6 +75,31 @@ class Dataset:
                                f"{self.pool_x.shape[1:]} but x has {self.x.shape[1:]}")  # fmt: skip
         if not self.sha256:
             object.__setattr__(self, "sha256", _arrays_sha256(self))
+
+    def _take_arrays(self) -> None:
+        """Lists and tensors as arrays; other kinds of things are refused."""
+        for field in ("name", "sha256", "provenance"):
+            if not isinstance(getattr(self, field), str):
+                raise BadInput(f"{field} = {shown(getattr(self, field))}: give a string")
+        whole = isinstance(self.classes, int | np.integer) and not isinstance(self.classes, bool)
+        if not whole or self.classes < 1:
+            raise BadInput(
+                f"data set {self.name}: classes = {shown(self.classes)}; give their number"
+            )
+        if not isinstance(self.scale, Scale | None):
+            raise BadInput(f"data set {self.name}: scale must be a Scale, not {shown(self.scale)}")
+        for name in ("x", "y", "pool_x", "pool_y", "groups"):
+            value = getattr(self, name)
+            if value is None and name not in ("x", "y"):
+                continue
+            try:
+                value = value.detach().cpu().numpy() if hasattr(value, "detach") else value
+                array = np.asarray(value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise BadInput(f"data set {self.name}: {name} is no array ({error})") from None
+            if array.ndim == 0:
+                raise BadInput(f"data set {self.name}: {name} is {shown(value)}; give an array")
+            object.__setattr__(self, name, array)
 
     def _check(self, part: str, x: np.ndarray, y: np.ndarray) -> None:
         where = f"data set {self.name}: "

@@ -21,12 +21,14 @@ from fairvar.errors import BadInput, FairvarError
 ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm", ".pgm")
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM")
 MOST_PIXELS = 1 << 20  # of one image of a folder: larger ones are not for training as they are
+MOST_RATIO = 200  # of pixels to the bytes of their files, above `ANY_RATIO` bytes
+ANY_RATIO = 256 << 20
 GREY, COLOUR = ("1", "L"), ("RGB", "RGBA", "P", "CMYK", "LA", "YCbCr")
 Sample = tuple[str, int]  # name in the tree, class
 
 
 @contextmanager
-def pillow_image(where: str, content: bytes | Path, most_pixels: int) -> Iterator[Any]:
+def pillow_image(where: str, content: bytes, most_pixels: int) -> Iterator[Any]:
     """An image opened by Pillow, whose size is checked before any pixel is decoded."""
     try:
         from PIL import Image, UnidentifiedImageError
@@ -35,8 +37,7 @@ def pillow_image(where: str, content: bytes | Path, most_pixels: int) -> Iterato
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # of a decompression bomb
-            source = io.BytesIO(content) if isinstance(content, bytes) else content
-            with Image.open(source, formats=FORMATS) as image:
+            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
                 if image.width * image.height > most_pixels:
                     raise refused(where, f"it claims {image.width} × {image.height} pixels")
                 yield image
@@ -66,8 +67,13 @@ def _decode_all(
     tree: Tree, samples: Sequence[Sample], channels: int, size: tuple[int, int]
 ) -> UInt8[np.ndarray, "N channels height width"]:
     x = np.empty((len(samples), channels, size[1], size[0]), dtype=np.uint8)
+    read = 0
     for row, (name, _) in enumerate(samples):
-        x[row] = decode(name, tree.read(name), channels, size)
+        content = tree.read(name)
+        read += len(content)
+        if x[:row].nbytes > max(ANY_RATIO, MOST_RATIO * read):
+            raise refused(tree.where, f"its images unpack to {MOST_RATIO} times their files' size")
+        x[row] = decode(name, content, channels, size)
     return x
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import lzma
 import tarfile
 import zlib
@@ -9,11 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from fairvar.data.raw import read_capped, reason, refused
-from fairvar.errors import BadInput
+from fairvar.data.raw import read_capped, reason, refused, unreadable
+from fairvar.errors import FairvarError
+from fairvar.files import MOST_ARCHIVE, open_regular
 
-AT_ONCE = 16 << 20  # the most bytes one read may ask for: tar headers lie about their lengths
-PIECE = 1 << 16
+AT_ONCE = PIECE = (
+    1 << 16
+)  # the most bytes one read may ask for: tar headers lie about their lengths
+MOST_ENTRIES = 150_000  # of a tar
+MOST_HEADERS = 16 << 20  # bytes of a tar's long headers, which are slow to read
 XZ_MEMORY = 256 << 20
 _GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"
 
@@ -59,7 +64,7 @@ class Inflated:
         return b"".join(pieces)
 
     def read_all(self) -> bytes:
-        return b"".join(iter(lambda: self.read(1 << 20), b""))
+        return _whole(self.read)
 
     def _some(self, limit: int) -> bytes:
         """At least one byte, unless the end was reached and is intact."""
@@ -86,10 +91,10 @@ def read_compressed(path: Path, most: int) -> bytes:
     if path.suffix not in (".gz", ".xz"):
         return read_capped(path, most)
     try:
-        with path.open("rb") as file:
+        with open_regular(path, MOST_ARCHIVE) as file:
             return Inflated(file, path.name, most).read_all()
     except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror}") from None
+        raise unreadable(path, error) from None
 
 
 def check_name(where: str, name: str) -> None:
@@ -99,34 +104,56 @@ def check_name(where: str, name: str) -> None:
         raise refused(where, f"it has an entry with the path {name[:80]!r}")
 
 
-def tar_files(path: Path, most: int, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
-    """Name and content of the wanted files of a .tar.gz or .tar.xz, in the archive's order."""
+def tar_files(
+    path: Path, most: int, most_file: int, wanted: Callable[[str], bool]
+) -> Iterator[tuple[str, bytes]]:
+    """Name and content of the wanted files of a .tar.gz or .tar.xz, in the archive's order: at most
+    `most` bytes in all and `most_file` in one of them."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path, MOST_ARCHIVE) as file:
             stream = Inflated(file, path.name, most)
             with tarfile.open(fileobj=cast(Any, stream), mode="r:") as tar:
-                while (member := tar.next()) is not None:
+                room = MOST_HEADERS
+                for _ in range(MOST_ENTRIES):
+                    start = stream.tell()
+                    if (member := tar.next()) is None:
+                        break
                     tar.members.clear()  # type: ignore[attr-defined]  # or it keeps all of them
+                    room -= max(0, stream.tell() - start - 4 * tarfile.BLOCKSIZE)
+                    if room < 0:
+                        raise refused(path, f"its headers have more than {MOST_HEADERS} bytes")
                     check_name(path.name, member.name)
                     if member.isdir():
                         continue
-                    if not member.isreg() or member.issparse() or not 0 <= member.size <= most:
+                    if not member.isreg() or member.issparse() or not 0 <= member.size <= most_file:
                         raise refused(path, f"its entry {member.name[:80]!r} is a link, a device "
                                             f"or claims {member.size} bytes")  # fmt: skip
                     if wanted(member.name):
                         yield member.name, _content(path, tar, member)
-            stream.read_all()  # to the end, where the checksum is
-    except (tarfile.TarError, EOFError, ValueError, ArithmeticError) as error:
-        if isinstance(error, BadInput):
-            raise
+                    stream.seek(member.offset_data + member.size)
+                else:
+                    raise refused(path, f"it has more than {MOST_ENTRIES} entries")
+            while stream.read(PIECE):  # to the end, where the checksum is
+                pass
+    except FairvarError:
+        raise
+    except (tarfile.TarError, EOFError, ValueError, ArithmeticError, RecursionError) as error:
         raise refused(path, f"it is no intact tar file ({reason(error)})") from None
     except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror or reason(error)}") from None
+        raise unreadable(path, error) from None
 
 
 def _content(path: Path, tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     file = tar.extractfile(member)
-    content = b"" if file is None else b"".join(iter(lambda: file.read(1 << 20), b""))
+    content = b"" if file is None else _whole(file.read)
     if len(content) != member.size:
         raise refused(path, f"its entry {member.name[:80]!r} is cut off")
     return content
+
+
+def _whole(read: Callable[[int], bytes]) -> bytes:
+    """All that is left. (Pieces in a list would take the memory twice when they are joined.)"""
+    content = io.BytesIO()
+    while piece := read(PIECE):
+        content.write(piece)
+    return content.getvalue()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ from fairvar.data.dataset import Dataset
 from fairvar.data.partition import Assignment, Dirichlet, Natural, Partition
 from fairvar.data.passport import passport
 from fairvar.data.subsample import check_part, subsample
-from fairvar.errors import BadInput, unknown
+from fairvar.errors import BadInput, shown, unknown
 from fairvar.federation import SPLITS, Federation, Split
 
 Holdout = Literal["auto", "split", "pool"]
@@ -35,6 +36,20 @@ DATASETS: dict[str, Callable[[int, int], Dataset | Federation]] = {
 
 
 DATASET_NAMES = (*DATASETS, *sources.SOURCES)
+
+
+def dataset_sha256(name: str, root: str | Path | None = None) -> str | None:
+    """Which data a name stands for here, as the passport tells it; None where they are made from
+    the settings. The files must be there, and are read only if they are new or have changed."""
+    if name in sources.SOURCES:
+        return sources.sha256_of(name, root)
+    _check_no_root(name, root)
+    return embedded.SHA256.get(f"{name}.npz")
+
+
+def _check_no_root(name: str, root: str | Path | None) -> None:
+    if root is not None:
+        raise BadInput(f"{name} is part of the package; leave root out")
 
 
 def load_federation(
@@ -60,18 +75,16 @@ def load_federation(
     unless holdout is "pool": then the test part is the pool. `root` is where the files lie;
     `fraction` or `samples` take a stratified part, always the same one.
     """
-    if name not in DATASET_NAMES:
+    if not isinstance(name, str) or name not in DATASET_NAMES:
         raise unknown("data set", name, DATASET_NAMES)
-    if clients < 1:
-        raise BadInput(f"clients = {clients}; a federation needs at least one client")
-    _checked_split(split)  # before anything large is read
-    check_part(fraction, samples)
+    if not isinstance(root, str | Path | None):
+        raise BadInput(f"root = {shown(root)}: give the path of a folder or file")
+    _check_wishes(clients, partition, seed, split, holdout, pool_samples, fraction, samples)
     data: Dataset | Federation
     if name in sources.SOURCES:
         data = sources.load(name, root, pool=holdout == "pool")
-    elif root is not None:
-        raise BadInput(f"{name} is part of the package; leave root out")
     else:
+        _check_no_root(name, root)
         data = DATASETS[name](clients, seed)
     if isinstance(data, Dataset):
         return build_federation(
@@ -100,6 +113,11 @@ def build_federation(
     samples: int | None = None,
 ) -> Federation:
     """Deal a data set to clients and split each client's part (see `load_federation`)."""
+    if not isinstance(dataset, Dataset):
+        raise BadInput(f"dataset must be a fairvar Dataset, not {type(dataset).__name__}")
+    if partition is None:
+        raise BadInput(f"partition = None: {PARTITION}")
+    _check_wishes(clients, partition, seed, split, holdout, pool_samples, fraction, samples)
     dataset = subsample(dataset, fraction, samples)
     if holdout == "auto":
         holdout = "split" if dataset.pool_x is None else "pool"
@@ -138,7 +156,37 @@ def _facts(dataset: Dataset) -> dict[str, Any]:
     }
 
 
-def _checked_split(split: tuple[float, float, float]) -> tuple[float, float, float]:
+PARTITION = "give an object such as Dirichlet(alpha=0.1), Shards(), IID() or Natural()"
+
+
+def _check_wishes(
+    clients: object, partition: object, seed: object, split: object, holdout: object,
+    pool_samples: object, fraction: object, samples: object,
+) -> None:  # fmt: skip
+    """All that can be said before anything large is read."""
+    for name, value, least in (
+        ("clients", clients, 1), ("seed", seed, 0), ("pool_samples", pool_samples, 1),
+        ("samples", samples, 1),
+    ):  # fmt: skip
+        optional = name == "samples" and value is None
+        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if not optional and not (whole and value >= least):  # type: ignore[operator]
+            raise BadInput(f"{name} = {shown(value)}: give a whole number, at least {least}")
+    if not isinstance(partition, (*get_args(Partition), NoneType)):
+        raise BadInput(f"partition = {shown(partition)}: {PARTITION}")
+    if not isinstance(holdout, str) or holdout not in get_args(Holdout):
+        raise unknown("holdout", holdout, get_args(Holdout))
+    if not isinstance(fraction, int | float) or isinstance(fraction, bool):
+        raise BadInput(f"fraction = {shown(fraction)}: give a number above 0 and at most 1")
+    check_part(fraction, samples)  # type: ignore[arg-type]
+    _checked_split(split)
+
+
+def _checked_split(split: Any) -> tuple[float, float, float]:
+    numbers = isinstance(split, tuple | list) and all(isinstance(s, int | float) for s in split)
+    if not numbers or len(split) != 3:
+        raise BadInput(f"split = {shown(split)}: give the shares of train, valid and test, for "
+                       "example (0.8, 0.1, 0.1)")  # fmt: skip
     train, valid, test = split
     if not (train > 0 and min(valid, test) >= 0 and abs(train + valid + test - 1) < 1e-6):
         raise BadInput(f"split = {split}: the shares of train, valid and test must be at least 0 "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ import numpy as np
 from jaxtyping import Integer
 
 from fairvar.data.dataset import update_digest
-from fairvar.errors import BadInput, IntegrityError
+from fairvar.errors import BadInput, FairvarError, IntegrityError
+from fairvar.files import read_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,14 +63,18 @@ def reason(error: BaseException) -> str:
 def read_capped(path: Path, most: int) -> bytes:
     """A whole file, if it is there and not larger than any file of its kind."""
     try:
-        size = path.stat().st_size
-        if size > most:
-            raise refused(path, f"it has {size} bytes, more than the {most} allowed")
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise IntegrityError(f"{path.name} is missing in {path.parent}") from None
+        return read_bytes(path, most)
     except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror}") from None
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: Path, error: OSError) -> FairvarError:
+    """A file is missing, larger than any of its kind, no regular file, or may not be read."""
+    if isinstance(error, FileNotFoundError):
+        return IntegrityError(f"{path.name} is missing in {path.parent}")
+    if error.errno == errno.EFBIG:
+        return refused(path, str(error.strerror))
+    return BadInput(f"cannot read {path}: {error.strerror or reason(error)}")
 
 
 def check_labels(where: str | Path, labels: Integer[np.ndarray, " N"], classes: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from fairvar.data import arrays, cifar, idx, images, packed
-from fairvar.data.cache import datasets_dir, read_through_cache
+from fairvar.data.cache import datasets_dir, read_through_cache, remembered_sha256
 from fairvar.data.dataset import BLOCK, Dataset, Scale
 from fairvar.data.fetch import REMOTE, checksum_error
 from fairvar.data.raw import Layout, Raw
@@ -111,6 +111,18 @@ def load(
         groups=None if groups is None else groups[:cut],
         sha256=raw.sha256, provenance=_provenance(source, raw), scale=scale,
     )  # fmt: skip
+
+
+def sha256_of(name: str, root: str | Path | None = None) -> str:
+    """`Dataset.sha256` of what `load` would give; the files are read if they are new here."""
+    layout, paths = locate(name, root)
+
+    def read() -> str:
+        raw = read_through_cache(name, layout, paths)
+        _check_not_another(name, raw)
+        return raw.sha256
+
+    return remembered_sha256(name, paths, read)
 
 
 def own_scale(x: UInt8[np.ndarray, " N *features"]) -> Scale:

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fairvar.data.inflate import check_name, tar_files
-from fairvar.data.raw import read_capped, reason, refused
+from fairvar.data.raw import read_capped, reason, refused, unreadable
 from fairvar.errors import BadInput
+from fairvar.files import Bounded, open_regular, walk
 
 MOST_BYTES = 4 << 30  # of a whole archive
-MOST_FILES = 2_000_000
+MOST_TAR_BYTES = 400 << 20  # of a tar, whose files are all read at once
+MOST_TABLE_BYTES = 24 << 20  # of the table of a zip
+MOST_FILES = 150_000  # of an archive
 MOST_FILE_BYTES = 32 << 20  # of one image or list
 # Everything that zipfile was seen to raise on damaged files.
 _UNREADABLE = (zipfile.BadZipFile, struct.error, zlib.error, ArithmeticError, EOFError,
@@ -49,34 +52,52 @@ def open_tree(path: Path, endings: Iterable[str]) -> Iterator[Tree]:
             entries = _checked_entries(path, archive, wanted)
             yield Tree(path.name, list(entries), lambda n: _zip_bytes(path, archive, entries[n]))
     else:
-        files = dict(tar_files(path, MOST_BYTES, wanted))
+        files: dict[str, bytes] = {}
+        for name, content in tar_files(path, MOST_TAR_BYTES, MOST_FILE_BYTES, wanted):
+            if name in files:
+                raise refused(path, f"it holds {name[:80]!r} twice")
+            files[name] = content
         yield Tree(path.name, list(files), files.__getitem__)
 
 
 def _folder_names(folder: Path) -> Iterator[str]:
     """All files below; links must not lead out of the folder."""
     inside = folder.resolve()
-    for base, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            path = Path(base, name)
-            if path.is_symlink() and (name in folders or not path.resolve().is_relative_to(inside)):
+    try:
+        for entry in walk(folder):
+            path = Path(entry.path)
+            if entry.is_symlink() and (entry.is_dir() or not path.resolve().is_relative_to(inside)):
                 raise refused(path, f"it is a link to {os.readlink(path)[:80]!r}; only links to "
                                     "files inside the folder are followed")  # fmt: skip
-        for name in files:
-            yield Path(base, name).relative_to(folder).as_posix()
+            if not entry.is_dir(follow_symlinks=False):
+                yield path.relative_to(folder).as_posix()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise BadInput(f"cannot read {folder}: {reason(error)}") from None
 
 
 @contextmanager
 def _open_zip(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
-        with zipfile.ZipFile(path) as archive:
+        with (
+            open_regular(path, MOST_BYTES, at_once=MOST_TABLE_BYTES) as file,
+            _checked_zip(path, file) as archive,
+        ):
             yield archive
     except BadInput:  # which is a ValueError
         raise
     except (*_UNREADABLE, ValueError) as error:
         raise refused(path, f"it is no intact zip file ({reason(error)})") from None
     except OSError as error:
-        raise BadInput(f"cannot read {path}: {error.strerror or reason(error)}") from None
+        raise unreadable(path, error) from None
+
+
+def _checked_zip(path: Path, file: Bounded) -> zipfile.ZipFile:
+    """The table of a zip lies at its end; zipfile makes objects of all its entries, which takes
+    long, before anything else can be asked."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_TABLE_BYTES))
+    if file.read().count(b"PK\1\2") > MOST_FILES:
+        raise refused(path, f"it has more than {MOST_FILES} entries")
+    return zipfile.ZipFile(file)
 
 
 def _checked_entries(
@@ -85,8 +106,8 @@ def _checked_entries(
     """The wanted entries; sizes and names are checked before anything is unpacked."""
     entries: dict[str, zipfile.ZipInfo] = {}
     infos = archive.infolist()
-    if len(infos) > MOST_FILES or sum(info.file_size for info in infos) > MOST_BYTES:
-        raise refused(path, f"it claims more than {MOST_FILES} files or {MOST_BYTES} bytes")
+    if sum(info.file_size for info in infos) > MOST_BYTES:
+        raise refused(path, f"it claims more than {MOST_BYTES} bytes")
     for info in infos:
         check_name(path.name, info.filename)
         is_link = (info.external_attr >> 16) & 0o170000 == 0o120000

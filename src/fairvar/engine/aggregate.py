@@ -14,6 +14,7 @@ from fairvar.methods.base import Method, Replies
 from fairvar.tree import Tree, squared_norm, stack, subtract, weighted_sum
 
 Limit = Callable[[Tensor], Tensor]  # the weights, none of them too large
+Combine = Callable[[Tensor, Tree], Tree]  # (weights, a tree with the clients first) → one tree
 
 
 class Answers(NamedTuple):
@@ -36,6 +37,7 @@ def aggregate(
     clients: int,
     lr: float | Tensor,
     limit: Limit = lambda weights: weights,
+    combine: Combine = weighted_sum,
 ) -> Outcome:
     """`method` as it acts in this round; the outcome is over all clients, present or not."""
     updates = [subtract(state.x, params) for params in answers.params]
@@ -45,17 +47,20 @@ def aggregate(
     weights = limit(weights) / method.normaliser(replies, norms, lr)
     buffers = stack(answers.buffers) if state.buffers else {}
     outcome = Outcome(
-        update=weighted_sum(weights, stack(updates)),
-        buffers={k: _average(answers.share, v) for k, v in buffers.items()},
+        update=combine(weights, stack(updates)),
+        buffers=_average(answers.share, buffers, combine),
         memory=memory,
         loss=answers.loss,
         weights=weights,
         mean_loss=answers.mean_loss,
         mean_gradient=answers.mean_gradient,
-        ascended=(answers.own < 0).double().mean(),
+        # Of factors that only the clients know, a server knows no share.
+        ascended=torch.where(answers.own.isnan(), torch.nan, (answers.own < 0).double()).mean(),
     )
     return outcome.among(answers.ids, clients)
 
 
-def _average(share: Tensor, stacked: Tensor) -> Tensor:
-    return torch.tensordot(share, stacked.double(), dims=1).to(stacked.dtype)
+def _average(share: Tensor, stacked: Tree, combine: Combine) -> Tree:
+    """In float64, whatever the buffers are: batch norm also counts."""
+    mean = combine(share, {k: v.double() for k, v in stacked.items()})
+    return {k: v.to(stacked[k].dtype) for k, v in mean.items()}

@@ -68,7 +68,8 @@ def blocked_round(run: Run, state: State, t: int) -> Outcome:
     if g is not None:
         direction = add(direction, g, (kept * shared).sum().to(run.dtype))
     if method.uses_curvature:
-        products = _weighted_curvature(run, state, blocks, gradient, g, weights)
+        with run.kernels():
+            products = _weighted_curvature(run, state, blocks, gradient, g, weights)
         direction = add(direction, products, method.curvature)
     step = run.lr / normaliser
     outcome = Outcome(

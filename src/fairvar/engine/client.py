@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fairvar.engine.run import Run
 from fairvar.methods.base import Method
+from fairvar.models.twice import hessian_product
 from fairvar.tree import Tree, add, scale, squared_norm, subtract
 
 
@@ -38,11 +39,11 @@ def probe(run: Run, method: Method, sent: nn.Module, t: int, client: int) -> Loo
     module = copy.deepcopy(sent)  # batch norm counts what it sees
     named = _trainable(module)
     loss = run.task.loss(module(x), y).mean()
-    found = torch.autograd.grad(loss, list(named.values()))
+    found = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
     if method.loss_data == "full":
         loss = full_loss(run, sent, client)
     gradient = dict(zip(named, found, strict=True))
-    return Look(loss.detach().double(), gradient, buffers_of(module))
+    return Look(loss.detach().double(), gradient, buffers_of(run, module))
 
 
 def full_loss(run: Run, sent: nn.Module, client: int) -> Tensor:
@@ -91,8 +92,9 @@ def params_of(run: Run, module: nn.Module) -> Tree:
     return {name: own[name].detach() for name in run.task.params}
 
 
-def buffers_of(module: nn.Module) -> Tree:
-    return {name: b.detach() for name, b in module.named_buffers()}
+def buffers_of(run: Run, module: nn.Module) -> Tree:
+    own = dict(module.named_buffers())
+    return {name: own[name].detach() for name in run.task.buffers}
 
 
 def _local_step(
@@ -107,15 +109,16 @@ def _local_step(
 ) -> Tensor:
     """x_i ← x_i − η (own ∇f_i + shared g + γ ∇²f_i (∇f_i − g)); returns own."""
     named = _trainable(module)
-    loss = run.task.loss(module(x), y).mean()
-    graph = method.uses_curvature
-    slopes = torch.autograd.grad(loss, list(named.values()), create_graph=graph)
+    with run.kernels():
+        loss = run.task.loss(module(x), y).mean()
+    graph, leaves = method.uses_curvature, list(named.values())
+    slopes = torch.autograd.grad(loss, leaves, create_graph=graph, materialize_grads=True)
     gradient = {k: s.detach() for k, s in zip(named, slopes, strict=True)}
     own, shared = method.coefficients(loss.detach() if fixed_loss is None else fixed_loss, a)
     direction = _direction(gradient, own, g, shared)
     if graph:
         away = gradient if g is None else subtract(gradient, g)
-        products = torch.autograd.grad(slopes, list(named.values()), list(away.values()))
+        products = hessian_product(slopes, leaves, list(away.values()))
         direction = add(direction, dict(zip(named, products, strict=True)), method.curvature)
     direction = _clipped(direction, run.clip_norm)
     with torch.no_grad():

@@ -20,10 +20,11 @@ from fairvar.engine.dual import affine_names
 from fairvar.engine.linear import Group, grams_pay
 from fairvar.engine.linear_steps import StepPlan
 from fairvar.engine.losses import LOSSES, LossFunction
+from fairvar.engine.record import check_tables, scored_keys
 from fairvar.engine.run import Run, arithmetic
 from fairvar.engine.server import Server
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
-from fairvar.engine.state import State, initial_state
+from fairvar.engine.state import DoesNotFit, State, check_fits, initial_state
 from fairvar.engine.together import GOING, Lockstep
 from fairvar.engine.train import (
     Checkpoint,
@@ -37,7 +38,7 @@ from fairvar.federation import Federation
 from fairvar.history import History, Tables, history_from_tables
 from fairvar.methods.base import Method
 from fairvar.models import build
-from fairvar.tree import Tree
+from fairvar.tree import Tree, is_finite
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def train_grid(
     started = time.perf_counter()
     grid = Grid(members, federation, loss)
     with arithmetic(members[0].settings.precision, grid.run.device):
+        grid.check_tables(when)
         grid.train(when, progress, keep)
     return grid.close((time.perf_counter() - started) / len(members))
 
@@ -129,10 +131,21 @@ class Grid:
         return wants_capture(self.members[0].settings, self.run)
 
     def _start(self, member: Member) -> State:
-        if member.start is not None:
-            return member.start.state.to(self.run.device)
         params = _first_parameters(self.run, member)
-        return initial_state(member.method, params, {}, self.run.clients)
+        fresh = initial_state(member.method, params, {}, self.run.clients)
+        if member.start is None:
+            return fresh
+        check_fits(member.start.state, fresh, member.settings.rounds)
+        return member.start.state.to(self.run.device)
+
+    def check_tables(self, when: EvaluateSettings) -> None:
+        """Those of checkpoints: they come from files."""
+        keys = scored_keys(self.run, when)
+        for member in self.members:
+            if member.start is not None and member.start.tables is not None:
+                check_tables(member.before, self.run.clients, member.start.state.round, keys)
+                if len(member.before["loss"]) != len(member.before["evaluated"]):
+                    raise DoesNotFit("its tables have rows of rounds that were not evaluated")
 
     def train(
         self, when: EvaluateSettings, progress: Progress | None, keep: KeepAll | None
@@ -168,6 +181,8 @@ class Grid:
     def _history(self, member: Member, made: Checkpoint, seconds: float) -> History:
         tables = made.tables or {}
         diverged_at, evaluated = int(tables["diverged_at"]), tables["evaluated"]
+        if diverged_at == GOING and not is_finite(made.state.params):
+            diverged_at = made.state.round
         unseen = 0 if member.start is None or member.before else member.start.state.round
         birth = birth_certificate(self.prepared, member.settings, seconds)
         return history_from_tables(

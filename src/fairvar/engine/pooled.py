@@ -59,7 +59,9 @@ class PooledPass:
         self.waiting: list[Tensor] = []  # sample losses with their graphs
         waits = later and run.graphs_fit
         self.loss = torch.zeros_like(run.share)
-        self.buffers = {k: torch.zeros_like(v, dtype=_wide(v)) for k, v in state.buffers.items()}
+        self.buffers = state.buffers  # without batch norm nothing changes them
+        if run.task.batch_norm:
+            self.buffers = {k: torch.zeros_like(v, dtype=_wide(v)) for k, v in self.buffers.items()}
         for piece in self.pieces:
             with torch.set_grad_enabled(coefficients is not None or waits):
                 losses = self._forward(piece, remember_buffers=True)
@@ -84,7 +86,11 @@ class PooledPass:
             weight = c.to(losses.dtype)[piece.place] * piece.share
             keep = number < len(coefficients) - 1
             leaves = torch.autograd.grad(
-                losses, list(self.params.values()), weight, retain_graph=keep
+                losses,
+                list(self.params.values()),
+                weight,
+                retain_graph=keep,
+                materialize_grads=True,
             )
             found.append(dict(zip(self.params, leaves, strict=True)))
         if self.totals:

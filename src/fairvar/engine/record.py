@@ -11,10 +11,11 @@ from torch import Tensor
 from fairvar.engine.evaluate import Scores, evaluate_own, evaluate_shared
 from fairvar.engine.linear_eval import Watched
 from fairvar.engine.run import Run
-from fairvar.engine.state import Outcome, State
+from fairvar.engine.settings import EvaluateSettings
+from fairvar.engine.state import DoesNotFit, Outcome, State
 from fairvar.engine.vmapped import TileSums, Trained, client_norms
 from fairvar.history import History, Key, Tables, history_from_tables
-from fairvar.tree import size, squared_norm, tree_map
+from fairvar.tree import is_finite, size, squared_norm, tree_map
 
 
 class Evaluation(NamedTuple):
@@ -87,7 +88,8 @@ class Observation:
 class Book:
     """Keeps everything on the run's device until the run ends; `tables` is what is kept of it."""
 
-    def __init__(self, run: Run, tables: Tables | None = None) -> None:
+    def __init__(self, run: Run, tables: Tables | None = None, rounds_done: int = 0) -> None:
+        """Continues `tables`, if given, after so many rounds in all."""
         self.run = run
         self.diverged_at: int | None = None
         self.outcomes: list[tuple[Tensor, Tensor, Tensor]] = []  # loss, weights, ascended
@@ -95,6 +97,7 @@ class Book:
         self.exchanges = self.bytes_down = self.bytes_up = 0
         if tables is not None:
             self._reopen(tables)
+        self.first_round = rounds_done - len(self.outcomes)
 
     def write(self, outcome: Outcome, t: int) -> None:
         self.outcomes.append((outcome.loss, outcome.weights, outcome.ascended))
@@ -146,18 +149,54 @@ class Book:
 
     def close(self, state: State, birth: Mapping[str, Any]) -> History:
         tables = self.tables()
-        rounds = len(tables["loss"])
+        rounds, diverged_at = len(tables["loss"]), self.diverged_at
+        if diverged_at is None and not is_finite(state.params):
+            diverged_at = state.round  # in the last round, where no evaluation has seen it
         return history_from_tables(
             tables,
             method=self.run.method,
             state=state,
             rounds=rounds,
-            observed=torch.arange(rounds),
+            observed=torch.arange(self.first_round, self.first_round + rounds),
             samples={name: s.counts for name, s in self.run.federation.splits.items()},
             classifies=self.run.task.classifies,
-            diverged_at=self.diverged_at,
+            diverged_at=diverged_at,
             birth=birth,
         )
+
+
+def check_tables(tables: Tables, clients: int, rounds: int, scored: Sequence[Key]) -> None:
+    """Whether the tables of a checkpoint after so many rounds are what a run would have written
+    that scores these splits and models."""
+    rows, seen = (len(tables[n]) if n in tables and tables[n].ndim else -1
+                  for n in ("loss", "evaluated"))  # fmt: skip
+    keys = [f"{what}/{split}/{model}" for what in ("accuracy", "evaluated_loss")
+            for split, model in scored if seen > 0]  # fmt: skip
+    wanted = {
+        "loss": (rows, clients),
+        "weights": (rows, clients),
+        "ascended": (rows,),
+        "evaluated": (seen,),
+        "gradient_variance": (seen,),
+        "update_norm": (seen, clients),
+        "counters": (3,),
+        **dict.fromkeys(keys, (seen, clients)),
+    }
+    for name, shape in wanted.items():
+        if name not in tables or tuple(tables[name].shape) != shape:
+            found = tuple(tables[name].shape) if name in tables else "absent"
+            raise DoesNotFit(f"its table {name} is {found}")
+    after = tables["evaluated"].tolist()
+    if rows > rounds or after != sorted(set(after)) or not all(0 < t <= rounds for t in after):
+        raise DoesNotFit(f"its tables tell of other rounds than the {rounds} that it has done")
+    unknown = {n for n in tables if n.startswith(("accuracy/", "evaluated_loss/"))} - set(keys)
+    if unknown:
+        raise DoesNotFit(f"its table {min(unknown)} is not known")
+
+
+def scored_keys(run: Run, when: EvaluateSettings) -> list[Key]:
+    models = ("global", "local") if when.local else ("global",)
+    return [(s, m) for s in when.splits if s in run.federation.splits for m in models]
 
 
 def _table(rows: Sequence[Tensor], *width: int) -> Tensor:

@@ -33,7 +33,7 @@ def reference_round(run: Run, state: State, t: int, observe: Observer | None = N
         for i, f in zip(ids.tolist(), loss, strict=True)
     ]
     params = [client.params_of(run, module) for module, _ in trained]
-    buffers = [client.buffers_of(module) for module, _ in trained]
+    buffers = [client.buffers_of(run, module) for module, _ in trained]
     own = torch.stack([factor for _, factor in trained]).double()
     ids = ids.to(run.device)
     if observe is not None:

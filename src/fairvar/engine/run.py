@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,6 +20,7 @@ from fairvar.engine.participation import Participation
 from fairvar.engine.task import Task
 from fairvar.federation import Federation
 from fairvar.methods.base import Method
+from fairvar.models.twice import twice_differentiable
 from fairvar.tree import Tree, size
 
 try:
@@ -90,6 +91,11 @@ class Run:
         """Every round has the same shapes, whoever takes part in it."""
         alike = self.schedule.even and len(set(self.schedule.steps)) == 1
         return self.participation.everyone or alike
+
+    def kernels(self) -> AbstractContextManager[None]:
+        """For passes that are differentiated twice."""
+        twice = self.method.uses_curvature
+        return twice_differentiable(self.task.original) if twice else nullcontext()
 
     @property
     def blocks_at_once(self) -> int | None:

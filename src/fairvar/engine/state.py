@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairvar.errors import BadInput
 from fairvar.methods.base import Memory, Method
 from fairvar.tree import Tree, add, scale, subtract, zeros_like
 
@@ -24,6 +25,7 @@ class State:
     mean_loss: Tensor  # a: zero until the first report
     mean_gradient: Tree | None  # g for the next round, where a method uses the previous one
     iterate: Tree | None = None  # x^t, where the resulting model is an average of iterates
+    made_by: str = ""  # the method's label; not stored
 
     def to(self, device: torch.device | str) -> State:
         return self.map(lambda leaf: leaf.to(device))
@@ -42,6 +44,7 @@ class State:
             function(self.mean_loss),
             each(self.mean_gradient),
             each(self.iterate),
+            self.made_by,
         )
 
     def tensors(self) -> list[Tensor]:
@@ -110,7 +113,53 @@ def initial_state(method: Method, params: Tree, buffers: Tree, clients: int) -> 
         mean_loss=torch.zeros((), dtype=torch.float64, device=some.device),
         mean_gradient=zeros_like(params) if method.reports_gradient else None,
         iterate=params if method.averages_iterates else None,
+        made_by=method.label,
     )
+
+
+class DoesNotFit(BadInput):
+    """A state or a checkpoint cannot be continued by the run at hand."""
+
+
+def check_fits(state: State, fresh: State, rounds: int) -> None:
+    """Whether a run of so many rounds that would start from `fresh` can continue `state`."""
+    if not 0 <= state.round <= rounds:
+        raise DoesNotFit(f"the state has {state.round} rounds behind it, of {rounds}")
+    check_state(state, fresh)
+
+
+def check_state(state: State, fresh: State) -> None:
+    """Refuse a state that a run which would start from `fresh` cannot continue."""
+    if not state.params:
+        raise DoesNotFit("the state holds no model: the run was condensed; run it again")
+    for group in ("params", "buffers"):
+        _compare(state, fresh, group, "the state is one of another model")
+    owner, asked = state.made_by or "another method", fresh.made_by
+    way = (
+        f"continue it with {state.made_by or 'the method that made it'}, or load its model into a "
+        "module and train that without state"
+    )
+    groups = ("memory", "mean_gradient", "iterate")
+    names = [{f: set(getattr(s, f) or {}) for f in groups} for s in (state, fresh)]
+    if names[0] != names[1] or (state.memory and state.made_by not in ("", asked)):
+        raise DoesNotFit(f"the state is one of {owner}, which {asked} cannot continue; {way}")
+    _compare(state, fresh, "memory", "the state remembers other clients than this federation has")
+    for group in ("mean_gradient", "iterate"):
+        _compare(state, fresh, group, "the state is one of another model")
+    if state.mean_loss.shape != fresh.mean_loss.shape:
+        raise DoesNotFit(f"the state's mean_loss has shape {tuple(state.mean_loss.shape)}")
+
+
+def _compare(state: State, fresh: State, group: str, problem: str) -> None:
+    """Names, shapes and types of one part of the states."""
+    found, wanted = (
+        {k: f"{tuple(leaf.shape)} {leaf.dtype}" for k, leaf in (getattr(s, group) or {}).items()}
+        for s in (state, fresh)
+    )
+    for name in sorted({*found, *wanted}):
+        if found.get(name) != wanted.get(name):
+            told = (each.get(name, "missing") for each in (found, wanted))
+            raise DoesNotFit(f"{problem}: {group} {name} is {', not '.join(told)}")
 
 
 def advance(state: State, outcome: Outcome, rounds: Tensor | None = None) -> State:
@@ -129,4 +178,5 @@ def advance(state: State, outcome: Outcome, rounds: Tensor | None = None) -> Sta
         mean_loss=outcome.mean_loss,
         mean_gradient=outcome.mean_gradient,
         iterate=x if averaged else None,
+        made_by=state.made_by,
     )

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fairvar.engine.losses import LossFunction, check_loss, resolve_loss
+from fairvar.engine.settings import TrainSettings
 from fairvar.errors import BadInput
 from fairvar.federation import Federation
-from fairvar.models import Problem, build, check_model
-from fairvar.models.check import tells_all
+from fairvar.models import Problem, build
+from fairvar.models.check import Findings, examine, one_line, tells_all
 from fairvar.models.norm import call, swap_batch_norm
 from fairvar.models.products import swap_convolutions
 from fairvar.tree import Tree
@@ -33,6 +34,8 @@ class Task:
     classifies: bool
     loop_only: tuple[str, ...]  # why the module cannot be vectorised; empty if it can
     half: bool = False  # training passes in bfloat16 (parameters and losses stay as they are)
+    reverse_over_forward: bool = True  # gives the right second derivatives
+    moving_buffers: bool = False  # a training pass changes buffers that are not batch norm's
 
     @cached_property
     def apart(self) -> Task:
@@ -65,7 +68,12 @@ class Task:
 
     def predict(self, params: Tree, buffers: Tree, x: Tensor) -> Tensor:
         """Evaluation mode."""
-        return call(self.evaluating, params, buffers, x)[0]
+        if not self.loop_only:
+            return call(self.evaluating, params, buffers, x)[0]
+        module = copy.deepcopy(self.evaluating)  # it may be none that torch.func takes
+        module.load_state_dict({**params, **buffers}, strict=False)
+        outputs: Tensor = module(x)
+        return outputs
 
 
 def products_pay(task: Task) -> bool:
@@ -73,52 +81,49 @@ def products_pay(task: Task) -> bool:
     return next(iter(task.params.values())).is_cuda
 
 
-_FOUND: dict[object, list[Problem]] = {}
+_FOUND: dict[object, Findings] = {}
 
 
-def _problems(module: nn.Module, sample: Tensor) -> list[Problem]:
-    """`check_model` once for each kind of model: a sweep prepares the same one again and again."""
+def _examined(module: nn.Module, sample: Tensor, curvature: bool) -> Findings:
+    """Once for each kind of model: a sweep prepares the same one again and again."""
     if not tells_all(module):
-        return check_model(module, sample)
+        return examine(module, sample, curvature=curvature)
     trained = tuple(p.requires_grad for p in module.parameters())
-    key = (repr(module), trained, sample.shape, sample.dtype, sample.device)
+    key = (repr(module), trained, sample.shape, sample.dtype, sample.device, curvature)
     if key not in _FOUND:
-        _FOUND[key] = check_model(module, sample)
+        _FOUND[key] = examine(module, sample, curvature=curvature)
     return _FOUND[key]
 
 
-def _alone_problems(module: nn.Module, sample: Tensor) -> list[Problem]:
+def _examined_alone(module: nn.Module, sample: Tensor, curvature: bool) -> Findings:
     """Quicker, and then the model must never be given several clients at once."""
+    found = examine(module, sample, together=False, curvature=curvature)
     untried = Problem("was not tried on several clients at once", fatal=False)
-    return [*check_model(module, sample, together=False), untried]
+    return Findings([*found.problems, untried])
 
 
 def make_task(
     model: nn.Module | str,
     federation: Federation,
     loss: str | LossFunction,
-    seed: int,
-    half: bool = False,
+    settings: TrainSettings,
+    curvature: bool = False,
     alone: bool = False,
 ) -> Task:
-    """Build or copy the model, move it to the data's device and dtype, and check that it fits;
-    `alone`: for one client, never for several at once."""
-    x, y = federation.train.x, federation.train.y
-    if isinstance(model, str):
-        model = build(model, federation.input_shape, federation.classes or 1, seed)
-    if not isinstance(model, nn.Module):
-        raise BadInput(f"model must be an nn.Module or a name, not {type(model).__name__}")
-    dtype = x.dtype if x.is_floating_point() else torch.float32
-    original = copy.deepcopy(model).to(x.device, dtype).train()
+    """Build or copy the model, move it to the data's device, and check that it fits; `curvature`:
+    also that it can be differentiated twice; `alone`: for one client, never for several at once."""
     function = resolve_loss(loss)
+    x, y = federation.train.x, federation.train.y
+    original = _placed(model, federation, settings)
     sample = x[: min(len(x), 4)]
-    problems = _alone_problems(original, sample) if alone else _problems(original, sample)
-    fatal = [p for p in problems if p.fatal]
+    found = (_examined_alone if alone else _examined)(original, sample, curvature)
+    fatal = [p for p in found.problems if p.fatal]
     if fatal:
         raise BadInput("the model cannot be trained: " + "; ".join(fatal))
     training = swap_batch_norm(original).train()
     params = {k: p.detach().clone() for k, p in original.named_parameters() if p.requires_grad}
-    buffers = {k: b.detach().clone() for k, b in original.named_buffers()}
+    kept = original.state_dict().keys()  # others are constants of the module
+    buffers = {k: b.detach().clone() for k, b in original.named_buffers() if k in kept}
     task = Task(
         original=original,
         training=training,
@@ -128,10 +133,32 @@ def make_task(
         buffers=buffers,
         batch_norm=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in original.modules()),
         classifies=federation.classes is not None,
-        loop_only=tuple(p for p in problems if not p.fatal),
-        half=half,
+        loop_only=tuple(p for p in found.problems if not p.fatal),
+        reverse_over_forward=found.reverse_over_forward,
+        half=settings.precision == "bfloat16",
     )
     with torch.no_grad():
         outputs = task.predict(params, buffers, sample)
         check_loss(function, outputs, y[: len(sample)], federation.classes)
-    return task
+        return replace(task, moving_buffers=_moves_buffers(task, sample))
+
+
+def _placed(model: nn.Module | str, federation: Federation, settings: TrainSettings) -> nn.Module:
+    """A copy of the model where the data are, in the precision that was asked for."""
+    if isinstance(model, str):
+        model = build(model, federation.input_shape, federation.classes or 1, settings.seed)
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"model must be an nn.Module or a name, not {type(model).__name__}")
+    device, dtype = federation.train.x.device, getattr(torch, settings.dtype)
+    try:
+        return copy.deepcopy(model).to(device, dtype).train()
+    except Exception as error:
+        raise BadInput(f"the model cannot be copied to {device}: {one_line(error)}") from error
+
+
+def _moves_buffers(task: Task, sample: Tensor) -> bool:
+    """Whether a training pass gives some buffer a new value, without batch norm."""
+    if task.batch_norm or task.loop_only or not task.buffers:
+        return False
+    after = call(task.training, task.params, task.buffers, sample)[1]
+    return any(after[name] is not value for name, value in task.buffers.items())

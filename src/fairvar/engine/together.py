@@ -216,4 +216,5 @@ def stack_states(states: Sequence[State]) -> State:
         mean_loss=torch.stack([state.mean_loss for state in states]),
         mean_gradient=trees("mean_gradient"),
         iterate=trees("iterate"),
+        made_by=states[0].made_by,
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from fairvar.engine.linear_eval import watch_single
 from fairvar.engine.losses import LossFunction
 from fairvar.engine.participation import Participation
 from fairvar.engine.pooled import pooled_round
-from fairvar.engine.record import Book, Observation
+from fairvar.engine.record import Book, Observation, check_tables, scored_keys
 from fairvar.engine.reference import reference_round
 from fairvar.engine.run import (
     Run,
@@ -36,7 +37,7 @@ from fairvar.engine.run import (
     whole_tiles,
 )
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
-from fairvar.engine.state import Outcome, State, advance, initial_state
+from fairvar.engine.state import Outcome, State, advance, check_fits, initial_state
 from fairvar.engine.task import Task, make_task
 from fairvar.engine.vmapped import Observer, vmapped_round
 from fairvar.errors import LONGEST, BadInput, one_line, shown
@@ -82,14 +83,16 @@ def train(
     precision: str = "full",
     capture: bool | None = None,
     state: State | None = None,
-    progress: Progress | None = None,
+    progress: bool | Progress = False,
 ) -> History:
     """Train `model` on `federation` with `method`; all clients take part unless told otherwise.
 
     model: a module (copied, never changed) or a name from `fairvar.models.MODELS`.
+    rounds: in all; those that `state` has behind it count.
     batch_size: samples per local step; None takes all of a client's samples.
     local_steps, local_epochs: work per client and round; give one of them.
     loss: "cross_entropy", "mse" (½ squared error) or (outputs, targets) -> one loss per sample.
+    With labels the model has one output per class, and the largest is its prediction.
     engine: "auto" picks the linear, pooled, blocked or vmapped path; "reference" is a plain loop.
     evaluate_every: evaluate all clients after every so many rounds, and after the last.
     clip_norm: cut each client's direction to this norm (off by default).
@@ -98,8 +101,20 @@ def train(
     chunk: clients per vectorised call, by default what fits in memory; results do not change.
     precision: "tf32" or "bfloat16" rounds the inputs of products in training to gain speed.
     capture: record a round once and repeat it; by default on CUDA, where launching costs most.
-    state: continue from here (`history.state` of an earlier call).
+    state: continue from here (`history.state` of an earlier call with the same method).
+    progress: True shows a bar on stderr; a function is called with (rounds done, rounds in all).
+
+    A run whose losses stop being finite ends there: with a warning, and `history.diverged_at`.
     """
+    if not isinstance(federation, Federation):
+        raise BadInput(
+            f"federation must be a fairvar Federation, not {type(federation).__name__}; make one "
+            "with Federation.from_arrays([(x, y), …]) from one pair per client"
+        )
+    if not isinstance(method, Method):
+        raise BadInput(f"method must be a fairvar Method such as FedAvg(), not {shown(method)}")
+    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+        raise BadInput(f"progress = {shown(progress)}: give True or a function of (done, in all)")
     settings = TrainSettings(
         rounds=rounds,
         lr=lr,
@@ -122,10 +137,36 @@ def train(
         splits=evaluate_splits,  # type: ignore[arg-type]
         local=evaluate_local,
     )
-    if not isinstance(method, Method):
-        raise BadInput(f"method must be a fairvar Method such as FedAvg(), not {method!r}")
-    start = None if state is None else Checkpoint(state, None)
-    return run_rounds(model, federation, method, loss, settings, when, start, progress)
+    start = None if state is None else _checked_start(state, rounds)
+    with _shown(progress, method.label) as report:
+        history = run_rounds(model, federation, method, loss, settings, when, start, report)
+    if history.divergence is not None:
+        warnings.warn(history.divergence, RuntimeWarning, stacklevel=2)
+    return history
+
+
+def _checked_start(state: object, rounds: int) -> Checkpoint:
+    if not isinstance(state, State):
+        raise BadInput(
+            f"state must be the `state` of an earlier history, not {type(state).__name__}"
+        )
+    if state.round >= rounds:
+        raise BadInput(
+            f"rounds = {rounds}, but the state has {state.round} rounds behind it, which count: "
+            f"give rounds = {state.round + rounds} to train {rounds} more"
+        )
+    return Checkpoint(state, None)
+
+
+@contextmanager
+def _shown(progress: bool | Progress | None, title: str) -> Iterator[Progress | None]:
+    if progress is True:
+        from fairvar.progress import progress as bar  # rich takes a while to load
+
+        with bar(title) as report:
+            yield lambda done, total: report(done, total, "rounds")
+    else:
+        yield progress or None
 
 
 def run_rounds(
@@ -163,8 +204,13 @@ def _all_rounds(
 ) -> tuple[Book, State]:
     run = prepared.run
     splits = tuple(s for s in when.splits if s in run.federation.splits)
-    state = prepared.start() if start is None else start.state.to(run.device)
-    book = Book(run, None if start is None else start.tables)
+    state = prepared.start()
+    if start is not None:
+        check_fits(start.state, state, rounds)
+        if start.tables is not None:
+            check_tables(start.tables, run.clients, start.state.round, scored_keys(run, when))
+        state = start.state.to(run.device)
+    book = Book(run, None if start is None else start.tables, state.round)
     for t in range(state.round, rounds):
         due = (t + 1) % when.every == 0 or t + 1 == rounds
         seen = Observation(run, state, splits, when.local) if due else None
@@ -237,8 +283,7 @@ def prepare(
     """All that happens once. For those who drive the rounds themselves, such as the benchmark.
     `alone`: on the reference loop, for one client or none."""
     data = on_device(federation, _device(settings.device), getattr(torch, settings.dtype))
-    half = settings.precision == "bfloat16"
-    task = make_task(model, data, loss, settings.seed, half, alone)
+    task = make_task(model, data, loss, settings, method.uses_curvature, alone)
     run = _make_run(task, data, method, settings)
     prepared = Prepared(run, choose_path(run, settings.engine))
     if wants_capture(settings, run) and prepared.path != "reference":
@@ -281,9 +326,12 @@ def choose_path(run: Run, engine: str) -> str:
         (method.uses_curvature, "curvature"),
         (method.uses_norms, "norms of client updates"),
         (run.clip_norm is not None, "clip_norm"),
+        (task.moving_buffers, "buffers that change in training"),
     ]
     found = [why for applies, why in needs if applies]
-    blockable = run.schedule.one_step and not (norms and method.uses_curvature)
+    bends = method.uses_curvature and not norms and task.reverse_over_forward
+    blockable = run.schedule.one_step and not task.moving_buffers
+    blockable &= bends or not method.uses_curvature
     if engine == "pooled" and found:
         raise BadInput(f'engine="pooled" cannot do {" and ".join(found)}; use "auto"')
     if engine == "blocked" and not blockable:

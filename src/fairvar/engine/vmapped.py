@@ -96,7 +96,8 @@ def vmapped_round(run: Run, state: State, t: int, observe: Observer | None = Non
     sums = TileSums()
     norms, own, batch_loss = (torch.zeros_like(run.share) for _ in range(3))
     for chunk in run.chunks():
-        trained = train_clients(run, state, sent, batches, chunk)
+        with run.kernels():
+            trained = train_clients(run, state, sent, batches, chunk)
         if observe is not None:
             observe(trained)
         places = run.cohort.order_on_device[slice(*chunk)]
@@ -130,8 +131,7 @@ def _receive(
 ) -> tuple[Sent, Tensor | None]:
     """What the clients get before they train, and the losses if the server needs them by then."""
     full, loss = None, None
-    needs_loss = method.uses_losses or method.uses_mean_loss
-    forward = None
+    forward, needs_loss = None, method.needs_losses
     if method.probes or (needs_loss and takes_batch_losses(run, method)):
         forward = PooledPass(run, state, batches, [run.share] if method.probes else None)
     if needs_loss:

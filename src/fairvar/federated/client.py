@@ -85,12 +85,12 @@ class Client:
         method, sent = run.method.at_round(t), self._model(request)
         reports = run.method.reports_gradient and not method.probes
         loss, gradient = None, None
-        if sends_loss(method) or reports:
+        if method.needs_losses or reports:
             loss, gradient, _ = self._look(request, sent)
         a = torch.tensor(request.numbers.get(MEAN_LOSS, 0.0), dtype=torch.float64)
         g = self._arrays(request, GRADIENT) or None
         module, _ = own.train(run, method, sent, t, self.number, loss, a.to(run.device), g)
-        params, buffers = own.params_of(run, module), own.buffers_of(module)
+        params, buffers = own.params_of(run, module), own.buffers_of(run, module)
         scores = self._scores(params, buffers) if request.numbers.get(SCORE) else {}
         kept = gradient if reports else None
         arrays = grouped(**{MODEL: params, BUFFERS: buffers, GRADIENT: kept})

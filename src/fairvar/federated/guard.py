@@ -4,7 +4,8 @@ The guard judges form and possibility, never rank: a reply is refused for what i
 unlike the others. The worst-off honest client has the largest loss and often the largest update, so
 nothing here compares a client's norm or loss with the others' to refuse it. What a client gains by
 lying about its loss or its number of samples is limited instead (`limited_losses`,
-`limited_weights`).
+`limited_weights`), and updates that are out of all proportion are shortened, not refused
+(`shortened`). `robust` has the averages that hold against clients that lie.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from fairvar.federated.messages import ACCURACY, LOSS, SAMPLES, Message, Stamp
-from fairvar.tree import Tree, is_finite
+from fairvar.tree import Tree, is_finite, squared_norm
+
+LONGEST = 200  # characters of a detail; what a client sends has no bound
+Form = tuple[torch.dtype, tuple[int, ...]]  # of an array, as it is expected or as its header says
 
 
 class Reason(StrEnum):
@@ -35,6 +39,7 @@ class Reason(StrEnum):
     DTYPE = "dtype"
     NOT_FINITE = "not finite"
     TOO_LARGE = "too large"
+    NEGATIVE = "negative variance"  # of batch norm: its square root would be no number
     LOSS = "loss"
     SAMPLES = "samples"
     SCORES = "scores"
@@ -77,28 +82,33 @@ class _Bad(Exception):
         self.reason, self.detail = reason, detail
 
 
+def refusal(stamp: Stamp, client: int, reason: Reason, detail: str = "") -> Refusal:
+    return Refusal(stamp.round, stamp.attempt, stamp.exchange, client, reason, brief(detail))
+
+
+def brief(text: str) -> str:
+    """For logs and tables: one line of bounded length, whatever a client has put into it."""
+    return "".join(c if c.isprintable() else " " for c in text[:LONGEST]).strip()
+
+
 def sift(
     arrivals: Iterable[Arrival], expected: Expected
 ) -> tuple[dict[int, Message], list[Refusal]]:
     """The good replies by client, ids rising, and why the others are none."""
     good: dict[int, Message] = {}
-    refused = []
+    refused, stamp = [], expected.stamp
     for arrival in arrivals:
         try:
             reply = _checked(arrival, expected)
-            if reply.client in good:
+            if arrival.client in good:
                 raise _Bad(Reason.DUPLICATE, "a second answer; the first one counts")
-            good[reply.client] = reply
+            good[arrival.client] = reply
         except _Bad as bad:
-            stamp = expected.stamp
-            where = (stamp.round, stamp.attempt, stamp.exchange, arrival.client)
-            refused.append(Refusal(*where, bad.reason, bad.detail))
+            refused.append(refusal(stamp, arrival.client, bad.reason, bad.detail))
+        except Exception as error:  # whatever else a reply makes of the checks is its own fault
+            refused.append(refusal(stamp, arrival.client, Reason.FORMAT, repr(error)))
     missing = expected.asked - good.keys() - {r.client for r in refused}
-    stamp = expected.stamp
-    refused += [
-        Refusal(stamp.round, stamp.attempt, stamp.exchange, i, Reason.NO_REPLY, "")
-        for i in sorted(missing)
-    ]
+    refused += [refusal(stamp, i, Reason.NO_REPLY) for i in sorted(missing)]
     return dict(sorted(good.items())), refused
 
 
@@ -108,30 +118,46 @@ def _checked(arrival: Arrival, expected: Expected) -> Message:
         raise _Bad(arrival.reason, arrival.detail)
     if arrival.client not in expected.asked:
         raise _Bad(Reason.UNKNOWN, "it was not asked")
-    if reply.client != arrival.client:
+    if not _same(reply.client, arrival.client):
         raise _Bad(Reason.UNKNOWN, f"it says it is client {reply.client!r}")
-    if reply.stamp.format != expected.stamp.format:
+    if not _same(reply.stamp.format, expected.stamp.format):
         raise _Bad(Reason.FORMAT, f"format {reply.stamp.format!r}, not {expected.stamp.format}")
-    if reply.stamp != expected.stamp:
+    if not all(map(_same, reply.stamp, expected.stamp)):
         raise _Bad(Reason.STALE, f"an answer to {tuple(reply.stamp)[:3]}")
     _check_arrays(reply.arrays, expected)
     _check_numbers(reply.numbers, expected)
     return reply
 
 
+def _same(told: Any, known: Any) -> bool:
+    """Of one type too: 1.0 and True equal 1, but name no client and no round."""
+    return type(told) is type(known) and told == known
+
+
+def misfit(found: Mapping[str, Form], like: Mapping[str, Tensor]) -> tuple[Reason, str] | None:
+    """What is wrong with arrays of these forms, before anybody has to look at their values."""
+    if found.keys() != like.keys():
+        missing = sorted(like.keys() - found.keys())
+        extra = sorted(map(str, found.keys() - like.keys()))
+        return Reason.KEYS, f"missing {missing[:3]}, not asked for {extra[:3]}"
+    for name, leaf in like.items():
+        dtype, shape = found[name]
+        if dtype != leaf.dtype:
+            return Reason.DTYPE, f"{name} is {dtype}, not {leaf.dtype}"
+        if shape != tuple(leaf.shape):  # exactly: (1,) would broadcast into (10,)
+            return Reason.SHAPE, f"{name} is {shape}"
+    return None
+
+
 def _check_arrays(arrays: Tree, expected: Expected) -> None:
-    if arrays.keys() != expected.arrays.keys():
-        missing = sorted(expected.arrays.keys() - arrays.keys())
-        extra = sorted(map(str, arrays.keys() - expected.arrays.keys()))
-        raise _Bad(Reason.KEYS, f"missing {missing[:3]}, not asked for {extra[:3]}")
-    for name, like in expected.arrays.items():
-        if arrays[name].dtype != like.dtype:
-            raise _Bad(Reason.DTYPE, f"{name} is {arrays[name].dtype}, not {like.dtype}")
-        if arrays[name].shape != like.shape:  # exactly: (1,) would broadcast into (10,)
-            raise _Bad(Reason.SHAPE, f"{name} is {tuple(arrays[name].shape)}")
+    forms: dict[str, Form] = {k: (v.dtype, tuple(v.shape)) for k, v in arrays.items()}
+    if wrong := misfit(forms, expected.arrays):
+        raise _Bad(*wrong)
     if not is_finite(arrays):
         raise _Bad(Reason.NOT_FINITE, "NaN or infinity in its arrays")
     for name, values in arrays.items():
+        if name.endswith("running_var") and bool((values < 0).any()):
+            raise _Bad(Reason.NEGATIVE, f"{name} has values below zero")
         norm = float(torch.linalg.vector_norm(values.double()))
         if norm > expected.largest:
             raise _Bad(Reason.TOO_LARGE, f"{name} has norm {norm:.3g}")
@@ -186,6 +212,37 @@ def limited_weights(
     kept = cap * size.sum() / size[top]
     others = share.index_fill(0, torch.tensor(top, device=share.device), 0.0)
     return kept * weights + (1 - kept) * total * others / others.sum()
+
+
+def length(tree: Tree, origin: Tree | None = None) -> float:
+    """The distance from `origin`, or from zero; counters, such as batch norm's, are no lengths."""
+    moved = {
+        name: leaf.double() if origin is None else leaf.double() - origin[name].double()
+        for name, leaf in tree.items()
+        if leaf.is_floating_point()
+    }
+    return float(squared_norm(moved).sqrt()) if moved else 0.0
+
+
+def median_length(lengths: Iterable[float]) -> float | None:
+    """Of those that are not zero: clients that send nothing must not make the others look long.
+    With an even number the smaller of the two in the middle. None if all are zero."""
+    found = sorted(value for value in lengths if value > 0)
+    return found[(len(found) - 1) // 2] if found else None
+
+
+def shortened(tree: Tree, factor: float, origin: Tree | None = None) -> Tree:
+    """The same direction from `origin`, or from zero, `factor` times as far."""
+    kept = {}
+    for name, leaf in tree.items():
+        if not leaf.is_floating_point():
+            kept[name] = leaf
+        elif origin is None:
+            kept[name] = leaf * factor
+        else:
+            start = origin[name].double()
+            kept[name] = (start + factor * (leaf.double() - start)).to(leaf.dtype)
+    return kept
 
 
 def counted(refused: Iterable[Refusal]) -> dict[str, int]:

@@ -15,6 +15,7 @@ from fairvar.federated.guard import Arrival, Reason
 from fairvar.federated.messages import Message
 from fairvar.federated.run import Agreement
 from fairvar.federation import Federation
+from fairvar.tree import Tree
 
 Fault = Callable[[Message, Message], Sequence[Message]]  # (request, reply) → what arrives
 
@@ -30,12 +31,15 @@ class LocalTransport:
 
     def __init__(self, clients: Sequence[Client], fault: Fault = honest) -> None:
         self.clients = {c.number: c for c in clients}
+        self.keys: dict[int, str] = {}
         self.fault = fault
 
     def present(self, at_least: int, seconds: float) -> Sequence[int]:
         return list(self.clients)
 
-    def exchange(self, requests: Sequence[Message], seconds: float) -> Iterator[Arrival]:
+    def exchange(
+        self, requests: Sequence[Message], like: Tree, seconds: float
+    ) -> Iterator[Arrival]:
         for request in requests:
             try:
                 reply = self.clients[request.client].answer(request)

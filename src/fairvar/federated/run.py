@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from math import log
 from typing import NamedTuple
 
+import msgspec
 import torch
 from msgspec.structs import replace as with_fields
 from torch import nn
@@ -16,10 +17,10 @@ from torch import nn
 from fairvar.engine.evaluate import Scores
 from fairvar.engine.losses import LossFunction
 from fairvar.engine.participation import Participation
-from fairvar.engine.record import Book, Evaluation
+from fairvar.engine.record import Book, Evaluation, check_tables
 from fairvar.engine.run import Run
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
-from fairvar.engine.state import Outcome, State, advance, initial_state
+from fairvar.engine.state import DoesNotFit, Outcome, State, advance, check_fits, initial_state
 from fairvar.engine.train import (
     Checkpoint,
     Keep,
@@ -29,9 +30,9 @@ from fairvar.engine.train import (
     prepare,
 )
 from fairvar.federated.client import HELD_OUT
-from fairvar.federated.guard import Refusal, counted
+from fairvar.federated.guard import Refusal
 from fairvar.federated.messages import ACCURACY, LOSS, MODEL, SAMPLES
-from fairvar.federated.notes import NAME, Notes
+from fairvar.federated.notes import NAME, PARTS, Notes
 from fairvar.federated.server import Good, Server, Transport
 from fairvar.federated.settings import FederationSettings
 from fairvar.federated.summed import MeanTransport, SummingServer
@@ -79,8 +80,9 @@ def federate(
     run = _server_run(agreed)
     state = _fresh(run) if start is None else start.state
     tables = None if start is None else start.tables
-    book, notes = Book(run, tables), Notes.reopen(tables, agreed.clients)
+    book, notes = Book(run, tables, state.round), Notes.reopen(tables, agreed.clients)
     notes.typical_loss = max(notes.typical_loss, _loss_of_guessing(agreed))
+    transport.keys |= {c: k for c, k in notes.keys.items() if c not in rules.rebind}
     kind: type[Server] = SummingServer if isinstance(transport, MeanTransport) else Server
     server = kind(
         method=agreed.method,
@@ -109,17 +111,34 @@ def federate(
             keep(t + 1, partial(_checkpoint, state, book, notes))
         if progress is not None:
             progress(t + 1, settings.rounds)
-    book.run = replace(run, federation=_of_sizes(run.federation, notes.samples))
+    splits: set[str] = {"train", *agreed.evaluate.splits}
+    book.run = replace(run, federation=_of_sizes(run.federation, notes.samples, splits))
     prepared = Prepared(run, transport.name)
     birth = birth_certificate(prepared, settings, time.perf_counter() - started)
-    birth["refused"] = counted(notes.refused)
+    birth["refused"] = dict(sorted(notes.reasons().items()))
     birth["weight_capped_rounds"] = sum(bool(note.limited) for note in notes.rounds)
+    birth["norm_bounded_rounds"] = sum(bool(note.shortened) for note in notes.rounds)
     return Federated(book.close(state, birth), notes)
 
 
 def first_state(agreed: Agreement) -> State:
     """Where a run starts that starts from nothing."""
     return _fresh(_server_run(agreed))
+
+
+def check_start(agreed: Agreement, start: Checkpoint) -> None:
+    """DoesNotFit unless `federate` can continue from this checkpoint of an earlier attempt."""
+    run, tables = _server_run(agreed), start.tables or {}
+    check_fits(start.state, _fresh(run), agreed.train.rounds)
+    check_tables(tables, agreed.clients, start.state.round, _scored(agreed))
+    try:
+        notes = Notes.reopen(tables, agreed.clients)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DoesNotFit(f"its notes on the federation are not ours: {error}") from None
+    if {part: len(sizes) for part, sizes in notes.samples.items()} != dict.fromkeys(
+        PARTS, agreed.clients
+    ):
+        raise DoesNotFit("its notes on the federation are of other clients")
 
 
 def _fresh(run: Run) -> State:
@@ -146,16 +165,18 @@ def _checkpoint(state: State, book: Book, notes: Notes) -> Checkpoint:
     return Checkpoint(state, {**book.tables(), NAME: notes.table()})
 
 
+def _scored(agreed: Agreement) -> list[Key]:
+    models = ("global", "local") if agreed.evaluate.local else ("global",)
+    return [(split, m) for split in agreed.evaluate.splits if split in HELD_OUT for m in models]
+
+
 def _evaluation(
     agreed: Agreement, before: State, seen: Mapping[str, Good], samples: dict[str, list[int]]
 ) -> Evaluation:
     """Tables over all clients from the replies of those that answered; nan for the others."""
     nothing = torch.full((agreed.clients,), torch.nan, dtype=torch.float64)
     scores: dict[Key, Scores] = {
-        (split, model): Scores(nothing.clone(), nothing.clone())
-        for split in agreed.evaluate.splits
-        if split in HELD_OUT
-        for model in (("global", "local") if agreed.evaluate.local else ("global",))
+        key: Scores(nothing.clone(), nothing.clone()) for key in _scored(agreed)
     }
     norm = nothing.clone()
     for model, good in seen.items():
@@ -175,7 +196,9 @@ def _evaluation(
     return Evaluation(scores, nothing[0].clone(), norm)
 
 
-def _of_sizes(blank: Federation, samples: Mapping[str, list[int]]) -> Federation:
-    """Everybody's number of samples, as far as they told; no samples."""
-    kept = {s: replace(blank.train, counts=torch.tensor(n)) for s, n in samples.items() if any(n)}
+def _of_sizes(blank: Federation, samples: Mapping[str, list[int]], seen: Set[str]) -> Federation:
+    """Everybody's number of samples, as far as they told (0 otherwise), in the splits that the
+    run's tables are about; no samples."""
+    told = {s: n for s, n in samples.items() if s in seen or any(n)}
+    kept = {s: replace(blank.train, counts=torch.tensor(n)) for s, n in told.items()}
     return replace(blank, **kept)  # type: ignore[arg-type]

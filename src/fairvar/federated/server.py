@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from math import inf
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,9 +26,11 @@ from fairvar.federated.client import HELD_OUT
 from fairvar.federated.guard import (
     Arrival,
     Expected,
-    counted,
+    length,
     limited_losses,
     limited_weights,
+    median_length,
+    shortened,
     sift,
 )
 from fairvar.federated.messages import (
@@ -45,11 +48,13 @@ from fairvar.federated.messages import (
     sends_loss,
 )
 from fairvar.federated.notes import Notes, RoundNote
-from fairvar.federated.settings import FederationSettings
+from fairvar.federated.robust import check_average, combination, mean_loss
+from fairvar.federated.settings import OFF, FederationSettings
 from fairvar.methods.base import Method
-from fairvar.tree import Tree, stack, weighted_sum
+from fairvar.tree import Tree, stack
 
 Good = Mapping[int, Message]  # good replies by client, ids rising
+MEMORY = 20  # rounds whose lengths are remembered
 
 
 @runtime_checkable
@@ -57,12 +62,15 @@ class Transport(Protocol):
     """Carries messages to clients and back; all it may do wrong is lose, delay or spoil them."""
 
     name: str
+    keys: dict[int, str]  # what a client is known by, where clients have keys; for good
 
     def present(self, at_least: int, seconds: float) -> Sequence[int]:
         """The ids of clients that can be asked, once there are enough or the time is over."""
 
-    def exchange(self, requests: Sequence[Message], seconds: float) -> Iterable[Arrival]:
-        """What came back before the deadline, in any order."""
+    def exchange(
+        self, requests: Sequence[Message], like: Tree, seconds: float
+    ) -> Iterable[Arrival]:
+        """What came back before the deadline, in any order; `like`: the arrays of a good reply."""
 
 
 class TooFew(Exception):
@@ -89,26 +97,39 @@ class Server:
     notes: Notes
     clip_norm: float | None = None
     limited: set[int] = field(default_factory=set)  # clients whose weight this attempt cuts
+    shortened: set[int] = field(default_factory=set)  # … whose arrays it has shortened
+    lengths: dict[str, float] = field(default_factory=dict)  # median lengths in this attempt
     begun: bool = False
+    sums_only: ClassVar[bool] = False  # the transport tells sums over clients only
+
+    def __post_init__(self) -> None:
+        check_average(self.settings, self.method, self.sums_only)
 
     def round(self, state: State, score: bool = False) -> tuple[Outcome, Good]:
         """Round `state.round`, and the replies that made it; `score`: with their own models'."""
-        before = len(self.notes.refused)
+        before = self.notes.reasons()
         for attempt in range(self.settings.repeats + 1):
             try:
                 outcome, good = self._attempt(state, attempt, score)
                 made_by = [*good] if outcome.answered is None else outcome.answered.tolist()
-                self.notes.rounds.append(RoundNote(state.round, made_by, sorted(self.limited)))
+                self._write_down(state.round, made_by)
                 return outcome, good
             except TooFew as few:
                 last = few
-        reasons = ", ".join(
-            f"{n} × {why}" for why, n in counted(self.notes.refused[before:]).items()
-        )
+        now = self.notes.reasons() - before
+        reasons = ", ".join(f"{n} × {why}" for why, n in sorted(now.items()))
         raise RunFailed(
             f"round {state.round} was given up after {self.settings.repeats + 1} attempts: {last} "
             f"({reasons or 'no client was there'})"
         )
+
+    def _write_down(self, t: int, made_by: list[int]) -> None:
+        bound = self.notes.bind(self.transport.keys)
+        cut = sorted(self.limited), sorted(self.shortened)
+        self.notes.rounds.append(RoundNote(t, made_by, *cut, bound))
+        for group, median in self.lengths.items():
+            past = self.notes.lengths.get(group, [])
+            self.notes.lengths[group] = [*past, median][-MEMORY:]
 
     def evaluate(self, state: State) -> Good:
         """The scores of the global model, from all clients that are there."""
@@ -118,7 +139,8 @@ class Server:
         return self._exchange(stamp, present, model, {}, {}, loss=False, scores=True)
 
     def _attempt(self, state: State, attempt: int, score: bool) -> tuple[Outcome, Good]:
-        self.limited.clear()
+        for found in (self.limited, self.shortened, self.lengths):
+            found.clear()
         method = self.method.at_round(state.round)
         ids = self._invited(state.round, attempt)
         known = _Known(ids, None, state.mean_loss, state.mean_gradient)
@@ -128,12 +150,14 @@ class Server:
             good = self._stepped(state, method, known, known.probed)
         else:
             good = self._train(state, method, attempt, known, score)
+        good = self._in_proportion(state, good)
         answers = self._answers(state, method, known, good)
 
         def limit(weights: Tensor) -> Tensor:
             return self._limited([*good], weights, answers.share)
 
-        return aggregate(method, state, answers, self.clients, self.lr, limit), good
+        combine = combination(self.settings)
+        return aggregate(method, state, answers, self.clients, self.lr, limit, combine), good
 
     def _probe(self, state: State, method: Method, attempt: int, ids: list[int]) -> _Known:
         stamp, buffers = Stamp("probe", state.round, attempt), None
@@ -141,9 +165,11 @@ class Server:
             buffers = state.buffers
         wanted = grouped(**{GRADIENT: state.x, BUFFERS: buffers})
         good = self._exchange(stamp, ids, model_of(state), {}, wanted, sends_loss(method))
-        share = self._share(self._enough(good))
-        a = share @ self._losses(good) if sends_loss(method) else state.mean_loss
-        return _Known(list(good), good, a, _mean_gradient(share, good))
+        good = self._in_proportion(state, self._enough(good))
+        share, a = self._share(good), state.mean_loss
+        if sends_loss(method):
+            a = mean_loss(self._losses(good), share, self.settings)
+        return _Known(list(good), good, a, self._mean_gradient(share, good))
 
     def _stepped(self, state: State, method: Method, known: _Known, probed: Good) -> Good:
         """The models that the clients would send, from what they saw."""
@@ -177,8 +203,10 @@ class Server:
         if sends_loss(method):
             loss = self._losses({i: (known.probed or good)[i] for i in good})
         if known.probed is None:
-            a = share @ loss if method.uses_mean_loss else state.mean_loss
-            g = _mean_gradient(share, good) if self._gradients_with_training(known) else None
+            a = state.mean_loss
+            if method.uses_mean_loss:
+                a = mean_loss(loss, share, self.settings)
+            g = self._mean_gradient(share, good) if self._gradients_with_training(known) else None
         own = torch.as_tensor(method.coefficients(loss, known.mean_loss)[0], dtype=torch.float64)
         return Answers(
             ids=torch.tensor(list(good)),
@@ -218,17 +246,43 @@ class Server:
         scores: bool = False,
     ) -> Good:
         requests = [Message(stamp, i, sent, numbers) for i in ids]
-        arrivals = self.transport.exchange(requests, self.settings.deadline)
+        arrivals = self.transport.exchange(requests, wanted, self.settings.deadline)
         splits, largest = HELD_OUT if scores else (), self.settings.largest
         expected = Expected(stamp, frozenset(ids), wanted, loss, splits, largest)
         good, refused = sift(arrivals, expected)
-        self.notes.refused += refused
+        self.notes.refuse(refused)
         return good
 
     def _enough(self, good: Good) -> Good:
         if len(good) < self.settings.min_replies:
             raise too_few(len(good), self.settings)
         return good
+
+    def _in_proportion(self, state: State, good: Good) -> Good:
+        """The replies; one that is out of all proportion counts with the usual length."""
+        if self.settings.norm_bound >= OFF:
+            return good
+        for group, origin in ((MODEL, state.x), (BUFFERS, state.buffers), (GRADIENT, None)):
+            found = {i: length(r.group(group), origin) for i, r in good.items()}
+            usual = self._usual_length(group, found)
+            bound = self.settings.norm_bound * usual
+            far = {i: usual / norm for i, norm in found.items() if norm > bound}
+            good = {i: _shorter(r, group, far.get(i), origin) for i, r in good.items()}
+            self.shortened |= far.keys()
+            # What most of them send may grow from round to round, though not without a limit.
+            median = median_length(min(norm, bound) for norm in found.values())
+            if median is not None:
+                self.lengths[group] = median
+        return good
+
+    def _usual_length(self, group: str, found: Mapping[int, float]) -> float:
+        """The largest median of the past rounds; in the first one, the replies' own median."""
+        past = self.notes.lengths.get(group)
+        return max(past) if past else median_length(found.values()) or inf
+
+    def _mean_gradient(self, share: Tensor, good: Good) -> Tree:
+        found = stack([r.group(GRADIENT) for r in good.values()])
+        return combination(self.settings)(share, found)
 
     def _share(self, good: Good) -> Tensor:
         """r_i over those that answered; a client that invents samples gains no more than others."""
@@ -257,5 +311,8 @@ def model_of(state: State) -> Tree:
     return grouped(**{MODEL: state.x, BUFFERS: state.buffers})
 
 
-def _mean_gradient(share: Tensor, good: Good) -> Tree:
-    return weighted_sum(share, stack([r.group(GRADIENT) for r in good.values()]))
+def _shorter(reply: Message, group: str, factor: float | None, origin: Tree | None) -> Message:
+    if factor is None:
+        return reply
+    arrays = grouped(**{group: shortened(reply.group(group), factor, origin)})
+    return replace(reply, arrays={**reply.arrays, **arrays})

@@ -3,20 +3,20 @@
 A client scales what it sends by itself: w(f_i) (x − x_i), its part of the normaliser, f_i and ∇f_i
 as its method needs them. The server gets their means over those that took part, weighted by r_i.
 That is enough for a method whose weights and normaliser are sums of what each client adds to them.
-Nobody can look at a single reply: the guard's limits on losses and weights do not act here.
+Nobody can look at a single reply: no limit on losses, weights or lengths acts here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from fairvar.engine.state import Outcome, State
-from fairvar.federated.guard import Arrival, Refusal
+from fairvar.federated.guard import Arrival, refusal
 from fairvar.federated.messages import (
     GRADIENT,
     LOSS,
@@ -97,6 +97,8 @@ def _double(tree: Tree) -> Tree:
 class SummingServer(Server):
     """A server whose transport tells means only."""
 
+    sums_only: ClassVar[bool] = True
+
     transport: MeanTransport
 
     def _attempt(self, state: State, attempt: int, score: bool) -> tuple[Outcome, Good]:
@@ -142,12 +144,9 @@ class SummingServer(Server):
     ) -> Mean:
         requests = [Message(stamp, i, sent, numbers) for i in ids]
         found = self.transport.mean(requests, wanted, self.settings.deadline)
-        self.notes.refused += [
-            Refusal(
-                stamp.round, stamp.attempt, stamp.exchange, lost.client, lost.reason, lost.detail
-            )
-            for lost in found.lost
-        ]
+        self.notes.refuse(
+            [refusal(stamp, lost.client, lost.reason, lost.detail) for lost in found.lost]
+        )
         if len(found.ids) < self.settings.min_replies:
             raise too_few(len(found.ids), self.settings)
         if not is_finite(found.arrays):

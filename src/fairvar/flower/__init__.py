@@ -44,7 +44,8 @@ def client_app(model: Model | None = None, mods: Sequence[Mod] = ()) -> ClientAp
 
 
 def require_flower() -> None:
-    """Refuse in one line where Flower is not installed; its telemetry is off unless asked for."""
+    """Refuse in one line where Flower is not installed. Its telemetry is off in what this process
+    starts, and in this process unless Flower was imported before: `launch` is for those."""
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     try:
         import flwr  # noqa: F401

@@ -16,27 +16,26 @@ from pathlib import Path
 
 import msgspec
 import torch
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from fairvar.archive import pack_checkpoint
-from fairvar.engine.state import State
+from fairvar.archive import pack_checkpoint, unpack_checkpoint
+from fairvar.engine.state import DoesNotFit, State
 from fairvar.engine.train import Checkpoint
-from fairvar.errors import BadInput, RunFailed
+from fairvar.errors import BadInput, IntegrityError, RunFailed
 from fairvar.experiment import (
+    Deployed,
     StoredRun,
-    checkpoints,
     federation_of,
     record_federation,
     run_files,
-    run_folder,
     store_run,
 )
 from fairvar.federated.guard import Refusal
 from fairvar.federated.notes import Notes, RoundNote
-from fairvar.federated.run import Federated, federate, first_state
+from fairvar.federated.run import Federated, check_start, federate, first_state
 from fairvar.federated.settings import FederationSettings
 from fairvar.flower import Model
 from fairvar.flower.grid import GridTransport
@@ -44,7 +43,22 @@ from fairvar.flower.privacy import check_fits, noisy, request_facts, spent
 from fairvar.flower.secure import SecureTransport, check_model
 from fairvar.flower.setup import Setup, read_setup
 from fairvar.history import History
-from fairvar.store import check_writable, is_complete, write_checkpoint, write_text
+from fairvar.identity import (
+    Identity,
+    checkpoint_key,
+    code_of,
+    code_sha256,
+    data_sha256,
+    version_of,
+)
+from fairvar.store import (
+    check_writable,
+    is_complete,
+    lock_of,
+    read_checkpoints,
+    write_checkpoint,
+    write_text,
+)
 from fairvar.tree import Tree
 
 LOG = logging.getLogger("flwr.fairvar")
@@ -74,22 +88,19 @@ def run_on(grid: Grid, setup: Setup) -> Path:
         (folder / FAILED).unlink(missing_ok=True)
         try:
             history, notes = _rounds(grid, setup, folder)
+            _store(setup, folder, history, notes)
         except Exception as error:
             write_text(folder / FAILED, f"{error or type(error).__name__}\n")
             raise
-        _store(setup, folder, history, notes)
     LOG.info("the run is in %s", folder)
     return folder
 
 
 @contextmanager
 def _one_server(folder: Path) -> Iterator[None]:
-    """The lock is the operating system's: it ends with its process, however that dies. (The server
-    of a run that was stopped may need a while to notice.)"""
-    locks = folder.parent / ".locks"
-    locks.mkdir(exist_ok=True)
+    """(The server of a run that was stopped may need a while to notice.)"""
     try:
-        with FileLock(locks / folder.name, timeout=SECONDS_FOR_ANOTHER):
+        with lock_of(folder, SECONDS_FOR_ANOTHER):
             folder.mkdir(exist_ok=True)
             yield
     except Timeout:
@@ -97,8 +108,10 @@ def _one_server(folder: Path) -> Iterator[None]:
 
 
 def _rounds(grid: Grid, setup: Setup, folder: Path) -> Federated:
+    key = checkpoint_key(_identity(setup))
+
     def keep(done: int, make: Callable[[], Checkpoint]) -> None:
-        write_checkpoint(folder, done, pack_checkpoint(make()))
+        write_checkpoint(folder, done, pack_checkpoint(make(), key))
         LOG.info("round %s of %s", done, setup.config.train.rounds)
 
     privacy = setup.privacy
@@ -125,10 +138,28 @@ def _store(setup: Setup, folder: Path, history: History, notes: Notes) -> None:
         "rounds.csv": _participants(notes.rounds),
         "federation.json": _terms(setup, history.rounds),
     }
-    store_run(folder, run_files(setup.config, history, passport, more))
-    if cut := sum(bool(note.limited) for note in notes.rounds):
-        LOG.warning("federation.weight_cap = %s cut a client's weight in %s of %s rounds, "
-                    "see rounds.csv", setup.rules.weight_cap, cut, len(notes.rounds))  # fmt: skip
+    files = run_files(setup.config, history, passport, more, _identity(setup),
+                      deployed=_deployed(setup, history))  # fmt: skip
+    store_run(folder, files)
+    limits = (("weight_cap", "limited", "a client's weight"),
+              ("norm_bound", "shortened", "what a client sent"))  # fmt: skip
+    for setting, column, what in limits:
+        if cut := sum(bool(getattr(note, column)) for note in notes.rounds):
+            LOG.warning("federation.%s = %s cut %s in %s of %s rounds: rounds.csv names it (%s)",
+                        setting, getattr(setup.rules, setting), what, cut, len(notes.rounds),
+                        column)  # fmt: skip
+
+
+def _deployed(setup: Setup, history: History) -> Deployed:
+    """What is known of the run, for reports: the server sees neither data nor their partition."""
+    model, told = setup.agreed.model, history.samples.get("train")
+    return Deployed(
+        nodes=0 if told is None else int((told > 0).sum()),
+        own_data=setup.own_data,
+        own_model=setup.own_model,
+        model=type(model).__name__ if setup.own_model else setup.config.model.name,
+        parameters=sum(leaf.numel() for leaf in history.state.params.values()),
+    )
 
 
 def _transport(grid: Grid, setup: Setup) -> GridTransport:
@@ -139,26 +170,40 @@ def _transport(grid: Grid, setup: Setup) -> GridTransport:
 
 
 def folder_of(setup: Setup) -> Path:
-    """Named by the configuration's fingerprint, as a simulated run's, and "flower". What else
-    decides the numbers adds to the name where it is not the usual."""
-    plain, beside = run_folder(setup.config, setup.out), _beside(setup)
-    if not any(beside.values()):
-        return plain.with_name(f"{plain.name}-flower")
-    digest = hashlib.sha256(msgspec.json.encode(beside, order="sorted")).hexdigest()
-    return plain.with_name(f"{plain.name}-{digest[:8]}-flower")
+    """Named as a simulated run's, and "flower"."""
+    return setup.out / _identity(setup).name
+
+
+def _identity(setup: Setup) -> Identity:
+    """What the run computes. Nodes keep their own data: nobody here knows their checksums."""
+    config, model = setup.config, setup.agreed.model
+    code = code_of(config)
+    if setup.own_model and isinstance(model, nn.Module):
+        code = code_sha256(type(config.method), *dict.fromkeys(map(type, model.modules())))
+    return Identity(
+        config.fingerprint,
+        None if setup.own_data else data_sha256(config.data),
+        version_of(config.method),
+        code,
+        hashlib.sha256(msgspec.json.encode(_beside(setup), order="sorted")).hexdigest(),
+    )
 
 
 def _beside(setup: Setup) -> dict[str, object]:
     """What decides the numbers and is not in the configuration; None where it is the usual."""
     rules, usual, agreed = setup.rules, FederationSettings(), setup.agreed
     caps, usual_caps = ((r.loss_cap, r.weight_cap, r.largest) for r in (rules, usual))
+    wary, usual_wary = (
+        (r.norm_bound, r.mean_loss_bound, r.average, r.liars) for r in (rules, usual)
+    )
     return {
         "caps": None if caps == usual_caps else caps,
         "privacy": setup.privacy,
         "secure": setup.secure,
-        "start": None if setup.start is None else str(setup.start),
+        "start": None if setup.start is None else StoredRun.open(setup.start).manifest["sha256"],
         "data": (agreed.input_shape, agreed.classes) if setup.own_data else None,
         "model": _outline(agreed.model) if setup.own_model else None,
+        **({} if wary == usual_wary else {"defences": wary}),
     }
 
 
@@ -178,10 +223,8 @@ def _terms(setup: Setup, rounds: int) -> bytes:
 
 def _start(setup: Setup, folder: Path) -> Checkpoint | None:
     """The newest checkpoint of this run; else the run to start from; else nothing."""
-    newest = max(checkpoints(folder), key=lambda c: c.state.round, default=None)
+    newest = max(_checkpoints(setup, folder), key=lambda c: c.state.round, default=None)
     fresh = first_state(setup.agreed)
-    if newest is not None:
-        _check_model(newest.state, fresh, folder)
     if newest is not None or setup.start is None:
         return newest
     trained = StoredRun.open(setup.start)
@@ -194,6 +237,25 @@ def _start(setup: Setup, folder: Path) -> Checkpoint | None:
         LOG.info("%s trained %s: only its model is used", setup.start, trained.config.method)
         state = replace(fresh, round=state.round, params=state.params, buffers=state.buffers)
     return Checkpoint(state, None)
+
+
+def _checkpoints(setup: Setup, folder: Path) -> list[Checkpoint]:
+    """Those that can be continued. Rounds on real nodes are not thrown away in silence: where there
+    are only others, the run is refused. Other versions of fairvar or torch may continue."""
+    identity, found, refused = _identity(setup), list[Checkpoint](), list[str]()
+    for payload in read_checkpoints(folder):
+        try:
+            checkpoint = unpack_checkpoint(payload, {"identity": identity.sha256})
+            check_start(setup.agreed, checkpoint)
+            found.append(checkpoint)
+            unpack_checkpoint(payload, checkpoint_key(identity))
+        except (IntegrityError, DoesNotFit) as error:
+            refused.append(str(error))
+            LOG.warning("a checkpoint in %s: %s", folder, error)
+    if refused and not found:
+        raise RunFailed(f"the checkpoint in {folder} cannot be continued: {refused[-1]}; delete "
+                        "the folder to start from the beginning")  # fmt: skip
+    return found
 
 
 def _check_model(state: State, fresh: State, where: Path) -> None:
@@ -220,9 +282,10 @@ def _refusals(refused: list[Refusal]) -> bytes:
 
 
 def _participants(rounds: list[RoundNote]) -> bytes:
-    """Who made each round; `limited`: whose weight the cap has cut."""
+    """Who made each round; `limited`, `shortened`: whose weight or arrays the limits have cut;
+    `bound`: to which keys clients belong from this round on."""
     lines = [",".join(RoundNote._fields)]
     for note in rounds:
-        clients, limited = (" ".join(map(str, ids)) for ids in (note.clients, note.limited))
-        lines.append(f"{note.round},{clients},{limited}")
+        found = (" ".join(map(str, column)) for column in note[1:])
+        lines.append(",".join([str(note.round), *found]))
     return ("\n".join(lines) + "\n").encode()

@@ -32,8 +32,9 @@ from fairvar.data.sources import OWN
 from fairvar.engine.participation import Participation
 from fairvar.errors import BadInput
 from fairvar.experiment import federation_of, initial_model
+from fairvar.federated.robust import check_average
 from fairvar.federated.run import Agreement
-from fairvar.federated.settings import FederationSettings
+from fairvar.federated.settings import OFF, FederationSettings
 from fairvar.flower import Model
 from fairvar.flower.privacy import PrivacySettings
 from fairvar.flower.secure import SECURE, SecureSettings, check_carries
@@ -87,6 +88,7 @@ def read_setup(run_config: Mapping[str, Any], model: Model | None = None) -> Set
         # Scores of clients' own models would travel beside the masked ones, in the clear.
         unseen = msgspec.structs.replace(agreed.evaluate, local=False)
         agreed = replace(agreed, evaluate=unseen)
+        config = msgspec.structs.replace(config, evaluate=unseen)
     return Setup(
         config=config,
         rules=rules,
@@ -110,7 +112,8 @@ def read_terms(run_config: Mapping[str, Any]) -> Terms:
     texts = {key: str(run_config.get(key, "")) for key in TEXTS}
     overrides = [f"method.{text}" for text in _words(texts["method-options"], "method-options")]
     values = merge_overrides(values, [*overrides, *_words(texts["options"], "options")])
-    rules = _section(FederationSettings, values.pop("federation", {}))
+    told = values.pop("federation", {})
+    rules = _section(FederationSettings, told)
     private, masked = values.pop("privacy", None), values.pop("secure", None)
     config = Config.from_dict(values)
     privacy = None if private is None else _section(PrivacySettings, private)
@@ -122,7 +125,32 @@ def read_terms(run_config: Mapping[str, Any]) -> Terms:
         check_carries(config.method, asked.number, secure)
     elif masked is not None:
         raise BadInput(f"secure.* is given without {SECURE} = true")
+    check_average(rules, config.method)
+    rules = _where_they_act(rules, told, privacy, secure)
     return Terms(config, rules, privacy, secure, texts)
+
+
+def _where_they_act(
+    rules: FederationSettings,
+    told: Mapping[str, Any],
+    privacy: PrivacySettings | None,
+    secure: SecureSettings | None,
+) -> FederationSettings:
+    """Bounds that look at single replies, or at what other clients sent, are off where they cannot
+    act or would void what the noise promises; asked for, they are refused."""
+    if secure is not None:
+        why = "secure aggregation hides single replies"
+    elif privacy is not None:
+        why = "the noise of privacy.* is made for a mean of updates of clipping_norm"
+    else:
+        return rules
+    if rules.average != "mean":
+        raise BadInput(f"federation.average = {rules.average!r}: {why}; leave it out")
+    names = ("norm_bound", "mean_loss_bound")
+    for name in names:
+        if told.get(name, OFF) != OFF:
+            raise BadInput(f"federation.{name} = {told[name]}: {why}; leave it out")
+    return msgspec.structs.replace(rules, **dict.fromkeys(names, OFF))
 
 
 def _words(text: str, where: str) -> list[str]:

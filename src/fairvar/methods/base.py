@@ -57,6 +57,7 @@ class Method(Checked, frozen=True, tag_field="name"):
     sends: ClassVar[tuple[str, ...]] = ("model update",)  # what a client computes and sends
     each_separately: ClassVar[bool] = False  # the server needs every client's value by itself
     fairness_knob: ClassVar[str | None] = None  # the field that trades accuracy for fairness
+    version: ClassVar[int] = 1  # raised when a built-in method computes other numbers than before
 
     uses_mean_loss: ClassVar[bool] = False  # the server broadcasts a = Σ r_i f_i
     uses_mean_gradient: ClassVar[bool] = False  # … and g = Σ r_i ∇f_i
@@ -124,6 +125,13 @@ class Method(Checked, frozen=True, tag_field="name"):
         """Its weights and coefficients are the plain ones, whatever the losses."""
         kind = type(self)
         return kind.weigh is Method.weigh and kind.coefficients is Method.coefficients
+
+    @property
+    def needs_losses(self) -> bool:
+        """Somebody uses f_i(x^t) as it is before training: the server's weights or mean loss; with
+        losses on all data also `coefficients`, `normaliser` and the history."""
+        weighs = self.uses_losses or type(self).weigh is not Method.weigh
+        return weighs or self.uses_mean_loss or self.loss_data == "full"
 
     @property
     def looks_at_values(self) -> bool:

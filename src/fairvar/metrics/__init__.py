@@ -15,9 +15,11 @@ from fairvar.metrics.comparison import (
 from fairvar.metrics.definitions import DEFINITIONS
 from fairvar.metrics.evenness import (
     Fairness,
+    binomial_noise,
     fairness,
     gradient_variance,
     loss_variance,
+    mean_and_variance,
     variance_in_units,
 )
 
@@ -25,11 +27,13 @@ __all__ = [
     "DEFINITIONS",
     "FairOrder",
     "Fairness",
+    "binomial_noise",
     "epsilon_fair_order",
     "fairness",
     "gradient_variance",
     "hypervolume",
     "loss_variance",
+    "mean_and_variance",
     "pareto_front",
     "variance_in_units",
     "worse_than",

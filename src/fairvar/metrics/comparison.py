@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fairvar.errors import BadInput
+from fairvar.metrics.evenness import mean_and_variance
 from fairvar.metrics.inputs import Floats, Numbers, as_array, vector
 
 
@@ -34,9 +35,10 @@ def epsilon_fair_order(performance: Numbers, average_loss: Numbers, epsilon: flo
         raise BadInput("performance or average_loss is not finite; leave out untested clients")
     if not epsilon >= 0:
         raise BadInput(f"epsilon = {epsilon} must be ≥ 0 (0 keeps the smallest average loss only)")
-    variance = p.var(1, ddof=1) if p.shape[1] > 1 else np.zeros(len(p))
+    _, variance = mean_and_variance(p)  # nan for a single client: then nobody is fairer
     feasible = F - F.min() <= epsilon
-    order = np.argsort(np.where(feasible, variance, math.inf), kind="stable")[: feasible.sum()]
+    rank = np.where(feasible, np.nan_to_num(variance), math.inf)
+    order = np.argsort(rank, kind="stable")[: feasible.sum()]
     return FairOrder(feasible, order.astype(np.int64), variance)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from fairvar import rng
 from fairvar.errors import BadInput, unknown
-from fairvar.metrics.inputs import Floats, Numbers, as_array, vector
+from fairvar.metrics.inputs import Floats, Numbers, as_array, number, vector, whole
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Fairness:
     """What `fairness` computes; a field is also an item, `f["mean"]`, and `dict(**f)` works.
 
     Conventions where a formula ends in 0/0:
-    - one client: it differs from nobody, so every variance and noise_floor are 0;
+    - one client: the sample variance (ddof 1) is undefined, so variance_over_clients,
+      corrected_variance, sd_over_clients and coefficient_of_variation are nan (ddof 0: 0);
     - all accuracies 0: all are equal, so gini, kl_to_uniform and coefficient_of_variation are 0,
       jain, normalised_entropy and cosine_to_ones are 1;
     - fewer than 5 clients: nothing to resample, both intervals are (nan, nan);
@@ -76,6 +78,10 @@ def fairness(
         corrected_variance = Σ (p_k − p̄)²/(K − 1) − (1/K) Σ p_k(1 − p_k)/(n_k − 1)
         (ddof 0: both terms times 1 − 1/K)
 
+    Both intervals end where the number itself must end: K accuracies in [0, 1] have a variance of
+    at most ⌊K/2⌋⌈K/2⌉ / (K (K − ddof)), and a corrected one of at least the negative of the
+    largest noise floor, that of p_k = ½.
+
     The intervals resample clients and studentise, t* = (v* − v)/se*, with se the standard error
     of a mean of (p_k − p̄)² K/(K − 1) − noise_k, and stretch t by 1 + 2/K for small K. Measured
     coverage of the nominal 95 % interval (true accuracies from eight Beta laws of mean 0.5 … 0.9
@@ -86,32 +92,40 @@ def fairness(
     82 – 93 %, basic ones 80 – 93 %, studentised ones without the stretch 92.7 % for that law; it
     is not among the eight, and the stretched interval was not measured there.
     """
-    _check_options(ddof, interval, resamples)
+    _check_options(ddof, interval, resamples, seed)
     p, n, dropped = _clients(accuracy, samples)
     K = len(p)
-    scale = 1.0 if ddof == 1 and K > 1 else 1 - 1 / K
-    noise = scale * _noise(p, n)
-    variance = scale * float(_squares(p).mean()) if K > 1 else 0.0
-    floor = float(noise.mean())
+    scale = 1.0 if ddof == 1 else 1 - 1 / K
+    noise = np.full(K, math.nan) if n is None else scale * binomial_noise(p, n)
+    variance = scale * float(_squares(p).mean()) if K > 1 else (0.0 if ddof == 0 else math.nan)
+    sd, floor = math.sqrt(variance), float(noise.mean())
+    corrected = variance - floor
     few = K < 5
     draw = rng.stream(seed, "fairness", "bootstrap").integers(0, K, (0 if few else resamples, K))
+    most = scale * (K // 2) * ((K + 1) // 2) / (K * max(K - 1, 1))
+    least = 0.0 if n is None else -scale * float(binomial_noise(np.full(K, 0.5), n).mean())
     return Fairness(
         clients=K,
         dropped_clients=dropped,
         mean_over_samples=math.nan if n is None else float(n @ p / n.sum()),
         variance_over_clients=variance,
         noise_floor=floor,
-        corrected_variance=variance - floor,
-        variance_interval=_interval(p, np.zeros(K), scale, draw, interval),
-        corrected_variance_interval=_interval(p, noise, scale, draw, interval),
-        sd_over_clients=math.sqrt(variance),
-        coefficient_of_variation=math.sqrt(variance) / p.mean() if p.any() else 0.0,
+        corrected_variance=corrected,
+        variance_interval=_interval(variance, p, np.zeros(K), scale, draw, interval, (0.0, most)),
+        corrected_variance_interval=_interval(
+            corrected, p, noise, scale, draw, interval, (least, most)
+        ),
+        sd_over_clients=sd,
+        coefficient_of_variation=sd / float(p.mean()) if p.any() else sd,
         **_by_rank(np.sort(p)),
         **_evenness(np.sort(p)),
     )
 
 
-def _check_options(ddof: int, interval: float, resamples: int) -> None:
+def _check_options(ddof: int, interval: float, resamples: int, seed: int) -> None:
+    for name, value in (("ddof", ddof), ("resamples", resamples), ("seed", seed)):
+        whole(value, name)
+    number(interval, "interval")
     if ddof not in (0, 1):
         raise BadInput(f"ddof = {ddof}: use 1 (sample variance) or 0 (population variance)")
     if not 0 < interval < 1:
@@ -171,15 +185,32 @@ def _clients(accuracy: Numbers, samples: Numbers | None) -> tuple[Floats, Floats
     return np.clip(p[keep], 0, 1), None if n is None else n[keep], int((~keep).sum())
 
 
-def _noise(p: Floats, n: Floats | None) -> Floats:
-    """Unbiased estimate of p_k(1 − p_k)/n_k, the binomial variance of each measured accuracy."""
-    if n is None or (n < 2).all():
-        return np.full(len(p), math.nan if len(p) > 1 else 0.0)
+def binomial_noise(p: Floats, n: Numbers) -> Floats:
+    """Unbiased estimate of p_k(1 − p_k)/n_k, the binomial variance of each measured accuracy.
+
+    Clients along the last axis, with n_k ≥ 1 test samples. The only place where a noise floor is
+    made. A client with one sample gets the mean of n p(1 − p)/(n − 1) over those that have more;
+    nan if nobody has.
+    """
+    n = np.asarray(n, dtype=np.float64)
     several = n >= 2
-    spread = np.zeros(len(p))
-    spread[several] = n[several] * p[several] * (1 - p[several]) / (n[several] - 1)
-    spread[~several] = spread[several].mean()
+    if not several.any():
+        return np.full(p.shape, math.nan)
+    spread = n * p * (1 - p) / np.maximum(n - 1, 1)
+    spread[..., ~several] = spread[..., several].mean(-1, keepdims=True)
     return spread / n
+
+
+def mean_and_variance(p: Floats) -> tuple[Floats, Floats]:
+    """Mean and sample variance (ddof 1) along the last axis over the clients that were measured.
+
+    nan: of nobody the mean, of nobody or one client the variance.
+    """
+    measured = np.isfinite(p).sum(-1)
+    with warnings.catch_warnings():  # numpy warns of what is told here by nan
+        warnings.simplefilter("ignore", RuntimeWarning)
+        mean, variance = np.nanmean(p, axis=-1), np.nanvar(p, axis=-1, ddof=1)
+    return mean, np.where(measured > 1, variance, math.nan)
 
 
 def _squares(p: Floats) -> Floats:
@@ -189,14 +220,21 @@ def _squares(p: Floats) -> Floats:
 
 
 def _interval(
-    p: Floats, noise: Floats, scale: float, draw: NDArray[np.int64], level: float
+    value: float,
+    p: Floats,
+    noise: Floats,
+    scale: float,
+    draw: NDArray[np.int64],
+    level: float,
+    within: tuple[float, float],
 ) -> tuple[float, float]:
-    """Studentised bootstrap over clients for the mean of scale · squares − noise."""
+    """Studentised bootstrap over clients for `value`, the mean of scale · squares − noise, cut at
+    the ends of what it can be."""
     if len(draw) == 0 or np.isnan(noise).any():
         return math.nan, math.nan
     K = len(p)
     term = scale * _squares(p) - noise
-    value, error = float(term.mean()), float(term.std()) / math.sqrt(K)
+    error = float(term.std()) / math.sqrt(K)
     if error <= 1e-12:  # all clients alike: every resample tells the same
         return value, value
     t = np.empty(len(draw))
@@ -209,9 +247,9 @@ def _interval(
         # a resample of nearly equal clients has se* ≈ 0 and tells nothing about the tails
         t[start : start + step] = (centre - value) / np.maximum(spread, 1e-3 * error)
     low, high = (1 + 2 / K) * np.quantile(t, [(1 - level) / 2, (1 + level) / 2])
-    bottom = 0.0 if not noise.any() else -math.inf
-    return (max(bottom, min(value, value - float(high) * error)),
-            max(value, value - float(low) * error))  # fmt: skip
+    least, most = within  # a sum may end a rounding error outside: the value itself stays inside
+    return (min(value, max(least, value - float(high) * error)),
+            max(value, min(most, value - float(low) * error)))  # fmt: skip
 
 
 def variance_in_units(value: float, unit: str) -> float:

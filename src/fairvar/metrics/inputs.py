@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fairvar.errors import BadInput
+from fairvar.errors import BadInput, shown
 
 Floats = NDArray[np.float64]
 Numbers = ArrayLike | Any  # Any: a torch tensor; metrics do not import torch
@@ -28,3 +28,13 @@ def as_array(values: Numbers, name: str) -> Floats:
         return np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError):
         raise BadInput(f"{name} cannot be read as an array of numbers") from None
+
+
+def whole(value: object, name: str) -> None:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool):
+        raise BadInput(f"{name} = {shown(value)}: give a whole number")
+
+
+def number(value: object, name: str) -> None:
+    if not isinstance(value, int | float | np.number) or isinstance(value, bool):
+        raise BadInput(f"{name} = {shown(value)}: give a number")

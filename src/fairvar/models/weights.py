@@ -27,10 +27,11 @@ from safetensors.torch import load as parse_safetensors
 from torch import Tensor, nn
 
 from fairvar.errors import BadInput, IntegrityError
+from fairvar.files import MOST_TENSORS, read_bytes
 from fairvar.tree import Tree
 
-MOST_BYTES = 4 << 30
-MOST_INDEX_BYTES = 16 << 20  # of the pickle or the header that lists the tensors
+MOST_INDEX_BYTES = 2 << 20  # of the pickle or the header that lists the tensors
+MOST_ENTRIES = 100_000  # of a zip
 _STORAGES = {
     "torch FloatStorage": torch.float32,
     "torch DoubleStorage": torch.float64,
@@ -110,12 +111,7 @@ def read_tensors(path: str | Path, sha256: str | None = None) -> Tree:
 def _read_bytes(path: Path) -> bytes:
     """Read once, so that what was checked is what is used."""
     try:
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise IntegrityError(
-                f"{path.name} has {size} bytes, more than the {MOST_BYTES} allowed"
-            )
-        return path.read_bytes()
+        return read_bytes(path, MOST_TENSORS)
     except OSError as error:
         raise BadInput(f"cannot read weights {path.name}: {error.strerror}") from None
 
@@ -157,6 +153,8 @@ def _line(error: Exception) -> str:
 
 
 def _read_zip(file: str, data: bytes) -> Tree:
+    if data.count(b"PK\1\2") > MOST_ENTRIES:
+        raise IntegrityError(f"{file} is refused: the zip has more than {MOST_ENTRIES} entries")
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             return _Reader(file, archive, len(data)).tensors()
@@ -277,7 +275,7 @@ class _Reader:
     def _pop(self, count: int | None) -> list[Any]:
         """The last `count` values, or those since the last mark."""
         start = self.marks.pop() if count is None else len(self.stack) - count
-        if not max(self.marks, default=0) <= start <= len(self.stack):
+        if not (self.marks[-1] if self.marks else 0) <= start <= len(self.stack):
             raise ValueError("stack too short")
         values = self.stack[start:]
         del self.stack[start:]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from fairvar.report.gather import Group
-from fairvar.report.paired import Late, Paired, compare, compare_rounds
+from fairvar.report.paired import Late, Paired, pair
 from fairvar.report.results import Result
-from fairvar.report.table import Column, Row, Table
+from fairvar.report.table import UNDEFINED, Column, Row, Table
 
+MEANT = {
+    "local": "own: each client's own model after its local work",
+    "global": "global: the shared model",
+}
 METRICS = {
     "accuracy": "accuracy",
     "variance": "variance",
@@ -21,14 +26,13 @@ METRICS = {
 def paired(a: Result, b: Result, model: str, late: bool) -> Paired | Late | None:
     """None where not the same was measured."""
     one, other = ((r.late(model) if late else r.seed_accuracy(model)) for r in (a, b))
-    if one.shape != other.shape:
-        return None
-    return (compare_rounds if late else compare)(one, other, b.samples())
+    return pair(one, other, b.samples())
 
 
 def federation_name(group: Group) -> str:
     alpha = "" if group.alpha is None else f", α {group.alpha:g}"
-    return f"{group.dataset}, {group.config.protocol}{alpha}"
+    deployed = "deployed, " * ("deployed" in group.kind)
+    return f"{group.dataset}, {deployed}{group.config.protocol}{alpha}"
 
 
 def beside_fedavg(groups: Sequence[Group]) -> Table | None:
@@ -37,7 +41,8 @@ def beside_fedavg(groups: Sequence[Group]) -> Table | None:
     rows = [row for group in groups for row in _beside(group)]
     if not rows:
         return None
-    models = (("local", "own"), ("global", "global"))
+    told = {model for group in groups for r in group.results for model in r.trial.models}
+    models = [two for two in (("local", "own"), ("global", "global")) if two[0] in told]
     columns = [Column("where", "federation")] + [
         Column(f"{model}_{metric}", f"{short} {head}")
         for model, short in models
@@ -48,7 +53,7 @@ def beside_fedavg(groups: Sequence[Group]) -> Table | None:
         "Test data, the configurations chosen on validation data. Accuracy in points, variances "
         "×100 with what the finite test sets add (var.) and without (corr.); in brackets the 95 % "
         "interval, paired over seeds and clients. * leaves zero out.",
-        "own: each client's own model after its local work; global: the shared model.",
+        "; ".join(MEANT[model] for model, _ in models) + ".",
         "Averaged over the evaluated rounds of the last quarter, the same for both sides.",
     ]
     return Table("Every method less FedAvg, late in training", columns, rows, notes)
@@ -63,9 +68,7 @@ def late_differences(results: Sequence[Result]) -> dict[tuple[str, str], Paired 
         return found
     for label, result in alive.items():
         for model in ("local", "global"):
-            both_have = all(
-                ("test", model) in r.trial.histories[0].accuracy for r in (result, base)
-            )
+            both_have = all(model in r.trial.models for r in (result, base))
             if both_have and len(result.late(model)) > 1:
                 both = paired(result, base, model, True)
                 if both is not None:
@@ -79,6 +82,9 @@ def _beside(group: Group) -> Iterator[Row]:
         cells = rows.setdefault(label, {"where": federation_name(group)})
         for metric in METRICS:
             d = getattr(both, metric)
+            if not math.isfinite(d.value):
+                cells[f"{model}_{metric}"] = UNDEFINED
+                continue
             text = f"{100 * d.value:+.2f} ({100 * d.low:+.2f} to {100 * d.high:+.2f})"
             cells[f"{model}_{metric}"] = text + (" *" if d.clear else "")
     yield from (Row(label, cells) for label, cells in rows.items())

@@ -10,6 +10,7 @@ quarter of the rounds, the same for all methods, where the swing between evaluat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -93,8 +94,8 @@ def judge(
     pairs = {}
     for rival in rivals:
         both = paired(found[sentence.left], found[rival], model, late)
-        if both is not None:
-            pairs[rival] = getattr(both, sentence.metric)
+        if both is not None and math.isfinite((d := getattr(both, sentence.metric)).value):
+            pairs[rival] = d
     if not pairs:
         return None
     verdict, decides = _verdict(sentence.relation, pairs)
@@ -127,7 +128,7 @@ def claims_table(groups: Sequence[Group]) -> Table | None:
     enough. Those that have fewer are marked."""
     rows, counts = [], set[int]()
     for group in groups:
-        dataset = DATASETS.get(group.dataset)
+        dataset = DATASETS.get(group.source)
         seeds = min(len(r.trial.seeds) for r in group.results)
         for sentence in SENTENCES:
             if dataset not in sentence.datasets:

@@ -6,6 +6,8 @@ import csv
 import io
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from fairvar.report.gather import Group
 
 HEAD = ("dataset", "protocol", "alpha", "method", "chosen", "seed", "client", "test_samples",
@@ -30,11 +32,14 @@ def _rows(group: Group) -> Iterator[tuple[object, ...]]:
         about = (group.dataset, group.config.protocol, alpha, result.label)
         chosen, samples = result.trial.describe(result.at), result.samples()
         for seed, history in zip(result.trial.seeds, result.trial.histories, strict=True):
-            shared, own = (
-                history.accuracy["test", model][result.at].numpy() for model in ("global", "local")
-            )
+            nothing = np.full(len(samples), np.nan)  # of a model that was not measured
+            tables = [
+                history.accuracy["test", model][result.at].numpy()
+                if ("test", model) in history.accuracy else nothing
+                for model in ("global", "local")
+            ]  # fmt: skip
             for client, count in enumerate(samples.tolist()):
-                right = (_count(table[client], count) for table in (shared, own))
+                right = (_count(table[client], count) for table in tables)
                 yield (*about, chosen, seed, client, count, *right)
 
 

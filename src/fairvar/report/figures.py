@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from fairvar.errors import BadInput
+from fairvar.metrics import fairness
 from fairvar.report.look import (
     BASELINE,
     DARK,
@@ -28,6 +29,7 @@ from fairvar.report.look import (
     new_figure,
     styled,
 )
+from fairvar.report.table import mean_and_standard_error
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,76 +40,98 @@ else:  # for those who check types while running
 
 @styled
 def client_accuracies(
-    accuracy: Mapping[str, ArrayLike], noise: Mapping[str, ArrayLike] | None = None
+    accuracy: Mapping[str, ArrayLike], ylabel: str = "accuracy on the client (%)"
 ) -> Figure:
     """Clients from worst to best served, a panel per method with the baseline in grey behind it.
 
-    Filled between the two: where the method serves that rank better (its colour) or worse (grey).
-    The long line is the mean, the short one the mean of the worst tenth. `noise` holds a standard
-    error per client, drawn as a band. Clients that were not measured (nan) are left out.
+    Accuracies by client, or by (seed, client): then the clients of each seed are ranked, and every
+    rank is averaged over seeds. Filled between the two curves: where the method serves that rank
+    better (its colour) or worse (grey). The long line is the mean, the short one the mean of the
+    worst tenth, both as `fairness` has them, averaged over seeds. Clients that were not measured
+    (nan) are left out.
     """
     demand_some(accuracy, "accuracy")
-    curves = {label: as_array(values, label, 1) * 100 for label, values in accuracy.items()}
-    errors = {k: as_array(values, k, 1) * 100 for k, values in (noise or {}).items()}
+    curves = {label: _Ranked.of(_by_seed(values, label)) for label, values in accuracy.items()}
     first = BASELINE if BASELINE in curves else next(iter(curves))
     down = math.ceil(len(curves) / 4)
     across = math.ceil(len(curves) / down)
     figure = new_figure(max(3.4, 1.75 * across), 1.7 * down + 0.45)
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel()
     for axes, label in zip(panels, curves, strict=False):
-        _accuracy_panel(
-            axes, label, curves[label], curves[first], label == first, errors.get(label)
-        )
+        _accuracy_panel(axes, label, curves[label], curves[first])
     for axes in panels[len(curves) :]:
         axes.set_visible(False)
         above = panels[np.flatnonzero(panels == axes)[0] - across]
         above.tick_params(labelbottom=True)
-    seen = np.concatenate([*curves.values(), [np.nan]])
-    if np.isfinite(seen).any():
-        low, high = np.nanmin(seen), np.nanmax(seen)
+    seen = np.concatenate([curve.accuracy for curve in curves.values()])
+    if len(seen):
+        low, high = seen.min(), seen.max()
         room = 0.06 * max(high - low, 1.0)
         panels[0].set_ylim(max(low - room, -1), min(high + room, 101))
     panels[0].set(xlim=(0, 100), xticks=(0, 50, 100))
-    figure.supylabel("accuracy on the client (%)", fontsize=8)
+    figure.supylabel(ylabel, fontsize=8)
     told = f"grey: {first}; dashed: mean; bar: mean of the worst 10 %"
     figure.supxlabel(f"clients from worst to best served (%)\n{told}", fontsize=8)
     return figure
 
 
-def _accuracy_panel(
-    axes: Axes, label: str, own: Floats, base: Floats, alone: bool, error: Floats | None
-) -> None:
-    colour = look(label).colour
+def _by_seed(values: ArrayLike, label: str) -> Floats:
+    """(seeds, clients)"""
+    table = values.detach().cpu().numpy() if hasattr(values, "detach") else np.asarray(values)
+    return as_array(np.atleast_2d(table), label, 2)
+
+
+class _Ranked(NamedTuple):
+    """Clients from worst to best served, all in percent."""
+
+    rank: Floats
+    accuracy: Floats
+    mean: float
+    worst: float  # mean of the worst tenth
+
+    @staticmethod
+    def of(table: Floats) -> _Ranked:
+        seeds = [np.sort(row[np.isfinite(row)]) for row in table]
+        seeds = [row for row in seeds if len(row)]
+        if not seeds:
+            return _Ranked(np.zeros(0), np.zeros(0), math.nan, math.nan)
+        ranks = [(np.arange(len(row)) + 0.5) / len(row) * 100 for row in seeds]
+        rank = max(ranks, key=len)  # seeds may have measured other numbers of clients
+        told = [fairness(row, resamples=0) for row in seeds]
+        return _Ranked(
+            rank,
+            np.mean([np.interp(rank, x, 100 * y) for x, y in zip(ranks, seeds, strict=True)], 0),
+            mean_and_standard_error(100 * f.mean for f in told).value,
+            mean_and_standard_error(100 * f.worst_10_percent for f in told).value,
+        )
+
+
+def _accuracy_panel(axes: Axes, label: str, own: _Ranked, base: _Ranked) -> None:
+    colour, both = look(label).colour, len(own.rank) and len(base.rank) and own is not base
     axes.set_title(label, loc="left", fontweight="bold", color=DARK, pad=13)
-    rank, height = _ranked(axes, base, GREY, 1.0)
-    x, y = (rank, height) if alone else _ranked(axes, own, colour, 1.6)
-    told = "div."
-    if len(y):
-        tenth = y[: math.ceil(len(y) / 10)].mean()
-        told = f"mean {y.mean():.1f}, worst 10 % {tenth:.1f}"
-    if len(y) and len(height) and not alone:
-        behind = np.interp(x, rank, height)
+    _draw_ranked(axes, base, GREY, 1.0)
+    if own is not base:
+        _draw_ranked(axes, own, colour, 1.6)
+    if both:
+        x, y = own.rank, own.accuracy
+        behind = np.interp(x, base.rank, base.accuracy)
         for where, fill in ((y >= behind, colour), (y < behind, GREY)):
             axes.fill_between(
                 x, y, behind, where=where, interpolate=True, color=fill, alpha=0.3, lw=0
             )
-    if error is not None and len(error) == len(own) and len(y):
-        e = error[np.isfinite(own)][np.argsort(own[np.isfinite(own)], kind="stable")]
-        axes.fill_between(x, y - e, y + e, color=colour, alpha=0.15, lw=0)
+    # The digits of the table: the same numbers stand there.
+    told = f"mean {own.mean:.2f}, worst 10 % {own.worst:.2f}" if len(own.rank) else "div."
     axes.text(0, 1.03, told, transform=axes.transAxes, fontsize=6.5, color=DARK, va="bottom")
 
 
-def _ranked(axes: Axes, values: Floats, colour: str, width: float) -> tuple[Floats, Floats]:
-    """Draws a sorted curve with its two means; returns it as (rank in percent, accuracy)."""
-    y = np.sort(values[np.isfinite(values)])
-    x = (np.arange(len(y)) + 0.5) / max(len(y), 1) * 100
-    if len(y):
-        axes.plot(x, y, color=colour, lw=width)
-        tenth = math.ceil(len(y) / 10)
-        axes.plot([0, 100], [y.mean()] * 2, color=colour, lw=0.7, ls=(0, (3, 2)))
-        axes.plot([0, 100 * tenth / len(y)], [y[:tenth].mean()] * 2, color=colour, lw=2.6,
-                  solid_capstyle="butt")  # fmt: skip
-    return x, y
+def _draw_ranked(axes: Axes, curve: _Ranked, colour: str, width: float) -> None:
+    """A sorted curve with its two means."""
+    clients = len(curve.rank)
+    if clients:
+        axes.plot(curve.rank, curve.accuracy, color=colour, lw=width)
+        axes.plot([0, 100], [curve.mean] * 2, color=colour, lw=0.7, ls=(0, (3, 2)))
+        tenth = 100 * math.ceil(clients / 10) / clients
+        axes.plot([0, tenth], [curve.worst] * 2, color=colour, lw=2.6, solid_capstyle="butt")
 
 
 @styled
@@ -281,32 +305,51 @@ def _spread(goal: Floats, gap: float, low: float, high: float) -> Floats:
 
 # --- 5. aggregation weights ----------------------------------------------------------------------
 @styled
-def weights_over_rounds(weights: ArrayLike, title: str = "") -> Figure:
+def weights_over_rounds(
+    weights: ArrayLike, title: str = "", rounds: ArrayLike | None = None
+) -> Figure:
     """Who counts how much: weights relative to equal ones, and the effective number of clients.
 
+    `rounds`: which round each row belongs to, counted from 1; by default all, in order.
     1 / Σ p_k² for normalised weights p: n if all count the same, 1 if one client decides alone.
     Colours are powers of two; a client without weight in a round (0 or nan) is grey.
     """
+    from matplotlib.ticker import MaxNLocator
+
     table = as_array(weights, "weights", 2)
     p = np.where(np.isfinite(table), table, 0)
     total = p.sum(1, keepdims=True)
     p = np.divide(p, total, out=np.zeros_like(p), where=total > 0)
-    rounds, clients = p.shape
+    clients = p.shape[1]
+    x = as_array(np.arange(1, len(p) + 1) if rounds is None else rounds, "rounds", 1)
+    if len(x) != len(p) or (np.diff(x) <= 0).any():
+        raise BadInput(f"rounds: give {len(p)} rising numbers, one for each row of weights")
     squares = np.square(p).sum(1)
-    effective = np.divide(1, squares, out=np.full(rounds, np.nan), where=squares > 0)
+    effective = np.divide(1, squares, out=np.full(len(p), np.nan), where=squares > 0)
     ratio = np.full_like(p, np.nan)
     ratio[p > 0] = np.clip(np.log2(p[p > 0] * clients), -3, 3)
     figure = new_figure(4.8, 3.3)
     line, heat = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [1, 2.4]})
-    line.plot(np.arange(rounds), effective, color=DARK, lw=1.2)
+    edges = _edges(x)
+    line.plot(x, effective, color=DARK, lw=1.2, marker="o", ms=2 if len(x) < 60 else 0)
     line.axhline(clients, color=GREY, lw=0.7, ls=(0, (3, 2)))
-    line.set(ylabel="effective\nclients", ylim=(0, 1.12 * clients), xlim=(-0.5, rounds - 0.5))
+    line.set(ylabel="effective\nclients", ylim=(0, 1.12 * clients), xlim=(edges[0], edges[-1]))
     line.set_title(title, loc="left", fontweight="bold")
     order = np.argsort(p.mean(0), kind="stable")
-    image = heat.imshow(ratio[:, order].T, aspect="auto", origin="lower", cmap="PuOr_r", vmin=-3,
-                        vmax=3, interpolation="nearest")  # fmt: skip
+    image = heat.pcolormesh(edges, np.arange(clients + 1) - 0.5, ratio[:, order].T, cmap="PuOr_r",
+                            vmin=-3, vmax=3, rasterized=True)  # fmt: skip
+    heat.xaxis.set_major_locator(MaxNLocator(integer=True))
+    heat.yaxis.set_major_locator(MaxNLocator(integer=True))
     heat.set(xlabel="round", ylabel="client, by mean weight", facecolor="#c4c4c4")
     bar = figure.colorbar(image, ax=heat, location="right", aspect=18, pad=0.02)
     bar.set_ticks(range(-3, 4), labels=["≤ 1/8", "1/4", "1/2", "1", "2", "4", "≥ 8"])
     bar.set_label("weight / equal weight (grey: none)")
     return figure
+
+
+def _edges(x: Floats) -> Floats:
+    """Borders between the rounds, half way; the outer ones as far as the inner ones."""
+    if len(x) == 1:
+        return np.array([x[0] - 0.5, x[0] + 0.5])
+    middle = (x[1:] + x[:-1]) / 2
+    return np.concatenate([[2 * x[0] - middle[0]], middle, [2 * x[-1] - middle[-1]]])

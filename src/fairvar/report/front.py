@@ -43,11 +43,14 @@ class Point:
 
 
 @styled
-def front(points: Sequence[Point], noise_floor: float | None = None) -> Figure:
+def front(
+    points: Sequence[Point], noise_floor: float | None = None, model: str | None = None
+) -> Figure:
     """Lower right is better. Dots: all configurations; marks: the chosen ones; line: Pareto front.
 
     The axes are cut to the neighbourhood of the chosen ones, or one diverged configuration would
-    press the rest into a corner; how many lie outside is written above.
+    press the rest into a corner; how many lie outside is written above. `model`: whose test
+    accuracy it is.
     """
     kept = [p for p in points if math.isfinite(p.accuracy) and math.isfinite(p.variance)]
     demand_some(kept, "points (with finite accuracy and variance)")
@@ -76,7 +79,8 @@ def front(points: Sequence[Point], noise_floor: float | None = None) -> Figure:
     if outside:
         told = f"{outside} of {len(points)} configurations outside the axes or diverged"
         axes.set_title(told, loc="right", fontsize=6.5, color=DARK)
-    axes.set(xlabel="mean accuracy over clients (%)", ylabel=VARIANCE)
+    test, of = ("test ", f", {model}") if model else ("", "")
+    axes.set(xlabel=f"mean {test}accuracy over clients (%){of}", ylabel=VARIANCE)
     figure.draw_without_rendering()
     _place_labels(axes, [p for p in kept if p.chosen])
     return figure

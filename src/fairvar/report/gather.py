@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace as with_fields
+
+from fairvar.archive import condensed_history
 from fairvar.config import Config
 from fairvar.data import Dirichlet
-from fairvar.errors import BadInput
-from fairvar.experiment import StoredRun, recorded_federation
+from fairvar.errors import BadInput, IntegrityError
+from fairvar.experiment import Deployed, StoredRun, recorded_federation
+from fairvar.identity import group_key, trial_key
 from fairvar.methods import METHODS
 from fairvar.report.condensed import Condensed, unpacked
-from fairvar.report.results import Result, choose
+from fairvar.report.results import Result, choose, validated
 from fairvar.report.trial import Summary, Trial
 from fairvar.select import Criterion
-from fairvar.store import is_complete
+from fairvar.store import is_complete, read_sealed
 
 Rule = Callable[[Config], Criterion]
+Piece = StoredRun | Condensed
+Variant = tuple[int, str | None, str | None]  # Identity.variant
 
 
 @dataclass(frozen=True)
@@ -32,15 +38,58 @@ class Group:
     federation: Mapping[str, Any] | None  # who holds what, where that was recorded
     trials: Sequence[Trial]
     results: Sequence[Result]
+    data: str = ""  # start of the data's SHA-256, where the same name stands for several data sets
+    deployed: Deployed | None = None  # None: simulated
+
+    @property
+    def own_data(self) -> bool:
+        """Nodes' own files: their configuration tells nothing about them."""
+        return self.deployed is not None and self.deployed.own_data
 
     @property
     def alpha(self) -> float | None:
         partition = self.config.partition
-        return partition.alpha if isinstance(partition, Dirichlet) else None
+        return None if self.own_data or not isinstance(partition, Dirichlet) else partition.alpha
 
     @property
     def dataset(self) -> str:
+        return f"{self.source} [{self.data}]" if self.data else self.source
+
+    @property
+    def source(self) -> str:
+        """The name of the data set, or whose data they were."""
+        if self.deployed is not None and self.deployed.own_data:
+            return f"own data of {self.deployed.where}"
         return self.config.data.name
+
+    @property
+    def kind(self) -> list[str]:
+        """What beside data set and alpha tells federations apart, where it is not the usual."""
+        deployed = ["deployed"] if self.deployed is not None and not self.own_data else []
+        return deployed + [self.config.protocol] * (self.config.protocol != "boxes")
+
+    @property
+    def model(self) -> str:
+        if self.deployed is None:
+            return self.config.model.name
+        size = self.deployed.parameters
+        return self.deployed.model + (f" ({size:,} parameters)" if size else "")
+
+    @property
+    def validated(self) -> bool:
+        """Whether there were validation data to choose by."""
+        return validated(self.trials, self.criterion.model)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration of one run, without what a deployed run did not use."""
+        values = self.config.to_dict()
+        if self.own_data:
+            del values["partition"]
+            values["data"] = {k: values["data"][k] for k in ("name", "clients", "seed", "split")}
+        if self.deployed is not None and self.deployed.own_model:
+            del values["model"]["name"]
+        return values
 
     @property
     def births(self) -> list[Mapping[str, Any]]:
@@ -52,35 +101,113 @@ def stored_runs(folder: Path) -> list[StoredRun]:
     """Every finished run below a folder, in a fixed order."""
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder; give the one that `fairvar sweep` wrote")
-    folder = unpacked(folder)
-    found = [StoredRun.open(path) for path in sorted(folder.iterdir()) if is_complete(path)]
-    if not found:
+    # Where an archive and a folder beside it hold the same run, the folder has more of it.
+    paths = [path for place in reversed(places(folder)) for path in sorted(place.iterdir())
+             if is_complete(path)]  # fmt: skip
+    if not paths:
         raise BadInput(f"{folder} holds no finished run yet; run `fairvar sweep` first")
-    return found
+    found = _each_once(StoredRun.open(path) for path in paths)
+    return sorted(found, key=lambda run: run.folder.name)
 
 
-def gather(*folders: Path, rule: Rule = lambda config: config.select) -> list[Group]:
+def places(folder: Path) -> list[Path]:
+    """Where the runs of a folder lie: in its archive, if it has one, and beside it."""
+    return list(dict.fromkeys([unpacked(folder), folder]))
+
+
+def gather(
+    *folders: Path, rule: Rule = lambda config: config.select, model: str | None = None
+) -> list[Group]:
     """Group by federation, then by configuration (seeds together), and choose on validation.
 
-    `rule`: how to choose in a group, from its configuration."""
-    runs = {run.folder.name: run for folder in folders for run in stored_runs(folder)}
-    summaries = {s.folder.name: s for folder in folders for s in Condensed.all_in(unpacked(folder))}
-    groups: dict[str, list[StoredRun | Condensed]] = {}
-    pieces: list[StoredRun | Condensed] = [*runs.values(), *summaries.values()]
+    `rule`: how to choose in a group, from its configuration. `model`: no other than this one will
+    do; else the one that was measured."""
+    pieces: list[Piece] = [
+        *_each_once(run for folder in folders for run in stored_runs(folder)),
+        *_distinct(s for folder in folders for s in Condensed.all_in(unpacked(folder))),
+    ]
+    versions = _versions(pieces)
+    groups: dict[str, list[Piece]] = {}
     for piece in pieces:
-        # The same configuration on other data (half of CIFAR-100, say) is another federation.
-        data = str(piece.manifest["passport"].get("dataset_sha256"))
-        groups.setdefault(_group_key(piece.config) + data, []).append(piece)
-    found = [_group(pieces, rule) for pieces in groups.values()]
-    return sorted(found, key=lambda g: (g.dataset, g.config.protocol, g.alpha or 0.0))
+        # The same configuration on other data (half of CIFAR-100, say) is another federation. So is
+        # a deployment, whose clients and model need not be those of the configuration.
+        there = Deployed.of(piece.manifest, piece.folder)
+        known = "" if there is None else str((there.own_data, there.model, there.parameters))
+        groups.setdefault(group_key(piece.config, piece.identity) + known, []).append(piece)
+    found = [_group(pieces, rule, versions, model) for pieces in groups.values()]
+    order = sorted(found, key=lambda g: (g.dataset, g.config.protocol, g.alpha or 0.0))
+    return _told_apart(order)
 
 
-def _group(pieces: Sequence[StoredRun | Condensed], rule: Rule) -> Group:
-    cells: dict[str, list[StoredRun | Condensed]] = {}
+def _each_once(runs: Iterable[StoredRun]) -> list[StoredRun]:
+    """A copy of a run is no other seed, whatever its folder is called."""
+    found: dict[str, StoredRun] = {}
+    for run in runs:
+        known = found.setdefault(run.identity.sha256, run)
+        if known is not run and _results(known) != _results(run):
+            raise IntegrityError(f"{known.folder} and {run.folder} are the same run with different "
+                                 "results; keep one of them")  # fmt: skip
+    return list(found.values())
+
+
+def _results(run: StoredRun) -> bytes:
+    """What reports read of a run, whether it was condensed or not."""
+    content = read_sealed(run.folder, run.manifest, "history.safetensors")
+    return content if run.manifest.get("condensed") else condensed_history(content)
+
+
+def _distinct(summaries: Iterable[Condensed]) -> list[Condensed]:
+    return list({json.dumps(s.manifest, sort_keys=True): s for s in summaries}.values())
+
+
+def _versions(pieces: Iterable[Piece]) -> dict[tuple[str, Variant], str]:
+    """Short names for the versions of a method's code, where a label stands for several."""
+    found: dict[str, set[Variant]] = {}
     for piece in pieces:
-        cells.setdefault(_trial_key(piece.config), []).append(piece)
-    trials = sorted(map(_trial, cells.values()), key=_trial_order)
-    criterion = rule(pieces[0].config)
+        found.setdefault(piece.config.method.label, set()).add(piece.identity.variant)
+    return {
+        (label, variant): _short(variant)
+        for label, variants in found.items()
+        for variant in variants
+        if len(variants) > 1
+    }
+
+
+def _short(variant: Variant) -> str:
+    version, code, deployed = variant
+    parts = [f"v{version}", code and f"code {code[:8]}", deployed and f"deployed {deployed[:8]}"]
+    return ", ".join(part for part in parts if part)
+
+
+def _told_apart(groups: Sequence[Group]) -> list[Group]:
+    """With the data's checksum in the name of those that have the same name on other data."""
+    known: dict[tuple[Any, ...], set[Any]] = {}
+    for group in groups:
+        known.setdefault(_named(group), set()).add(group.passport.get("dataset_sha256"))
+    return [
+        replace(g, data=str(g.passport.get("dataset_sha256"))[:8])
+        if len(known[_named(g)]) > 1
+        else g
+        for g in groups
+    ]
+
+
+def _named(group: Group) -> tuple[Any, ...]:
+    """What titles tell of a federation."""
+    return group.source, *group.kind, group.alpha, group.config.data.clients, group.model
+
+
+def _group(
+    pieces: Sequence[Piece],
+    rule: Rule,
+    versions: Mapping[tuple[str, Variant], str],
+    asked: str | None,
+) -> Group:
+    cells: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        cells.setdefault(trial_key(piece.config, piece.identity), []).append(piece)
+    trials = sorted((_trial(members, versions) for members in cells.values()), key=_trial_order)
+    criterion = _measured(trials, rule(pieces[0].config), asked, pieces[0].config)
     results = choose(trials, criterion)
     first = _first_run(results)
     return Group(
@@ -90,7 +217,28 @@ def _group(pieces: Sequence[StoredRun | Condensed], rule: Rule) -> Group:
         recorded_federation(first),
         trials,
         results,
+        deployed=Deployed.of(first.manifest, first.folder),
     )
+
+
+def _measured(
+    trials: Sequence[Trial], criterion: Criterion, asked: str | None, config: Config
+) -> Criterion:
+    """By a model that was measured: clients' own models need not be (evaluate.local)."""
+    alive = [trial for trial in trials if not trial.diverged]
+    models = [m for m in ("global", "local") if all(m in trial.models for trial in alive)]
+    if criterion.model in models:
+        return criterion
+    where = f"{config.data.name}, {config.protocol}"
+    if not models:
+        raise BadInput(
+            f"{where}: no test accuracy was measured, and a report shows no other: run a "
+            'classifier with evaluate.splits = ["valid", "test"] and a test part in data.split'
+        )
+    if asked is not None:
+        raise BadInput(f"{where}: the {asked} model was not measured there, the {models[0]} one was"
+                       " (evaluate.local measures clients' own models)")  # fmt: skip
+    return with_fields(criterion, model=models[0])
 
 
 def _first_run(results: Sequence[Result]) -> StoredRun:
@@ -103,22 +251,26 @@ def _first_run(results: Sequence[Result]) -> StoredRun:
                    "that the runs were condensed with")  # fmt: skip
 
 
-def _trial(members: Iterable[StoredRun | Condensed]) -> Trial:
+def _trial(members: Sequence[Piece], versions: Mapping[tuple[str, Variant], str]) -> Trial:
     runs = [m for m in members if isinstance(m, StoredRun)]
-    summaries = [m for m in members if isinstance(m, Condensed)]
+    seeds = {run.config.train.seed for run in runs}
+    # A summary tells nothing more where all its runs are there.
+    summaries = [m for m in members if isinstance(m, Condensed)
+                 and not seeds.issuperset(b["seed"] for b in m.manifest["births"])]  # fmt: skip
     if len(summaries) > 1 or (runs and summaries):
         raise BadInput(
             f"{summaries[0].config.method.label}, lr {summaries[0].config.train.lr:g} is there as "
             "a summary and again: its seeds cannot be told apart; condense the runs themselves"
         )
+    config, identity = members[0].config, members[0].identity
+    version = versions.get((config.method.label, identity.variant), "")
     if summaries:
-        config = summaries[0].config
-        return Trial(config.method, config.train.lr, (), summaries[0].summary())
+        summary = summaries[0].summary()
+        return Trial(config.method, config.train.lr, (), summary, identity, version)
     runs.sort(key=lambda run: run.config.train.seed)
-    config = runs[0].config
     # A grid has thousands of histories: they are read here, and again for what is chosen.
     summary = Summary.of([run.history() for run in runs])
-    return Trial(config.method, config.train.lr, runs, summary)
+    return Trial(config.method, config.train.lr, runs, summary, identity, version)
 
 
 def _trial_order(trial: Trial) -> tuple[Any, ...]:
@@ -126,22 +278,3 @@ def _trial_order(trial: Trial) -> tuple[Any, ...]:
     tag = str(type(trial.method).__struct_config__.tag)
     rank = names.index(tag) if tag in names else len(names)
     return (rank, trial.label, trial.lr, str(trial.knob))
-
-
-def _trial_key(config: Config) -> str:
-    values = config.to_dict()
-    values["train"].pop("seed")
-    # Where a run happened is no part of what it is.
-    for place in ("device", "chunk", "capture"):
-        values["train"].pop(place, None)
-    values["data"].pop("root", None)
-    for where in ("name", "select"):
-        values.pop(where, None)
-    return json.dumps(values, sort_keys=True)
-
-
-def _group_key(config: Config) -> str:
-    values = json.loads(_trial_key(config))
-    values.pop("method")
-    values["train"].pop("lr")
-    return json.dumps(values, sort_keys=True)

@@ -9,6 +9,8 @@ from fairvar.report.render import render
 from fairvar.report.table import Cell, Column, Row, Table
 
 SHOWN = (("accuracy", "acc. %", 2), ("variance", "var. ×100", 3), ("corrected", "corr.", 3))
+FORMULAS = {"accuracy": "mean", "variance": "variance_over_clients",
+            "corrected": "corrected_variance"}  # fmt: skip
 MEANING = {
     "accuracy": "mean over clients on test data ± standard error over seeds",
     "variance": "sample variance over clients, fraction² × 100",
@@ -20,10 +22,11 @@ Numbered = Sequence[tuple[Group, Table]]  # groups with the tables that were mad
 
 
 def overviews(groups: Numbered) -> list[Table]:
-    """A table for every data set and protocol that has several federations."""
-    kinds: dict[tuple[str, str], list[tuple[Group, Table]]] = {}
+    """A table for every data set, protocol and model that has several federations."""
+    kinds: dict[tuple[str, ...], list[tuple[Group, Table]]] = {}
     for group, table in groups:
-        kinds.setdefault((group.dataset, group.config.protocol), []).append((group, table))
+        kind = (group.dataset, *group.kind, group.criterion.model)
+        kinds.setdefault(kind, []).append((group, table))
     return [_overview(members) for members in kinds.values() if len(members) > 1]
 
 
@@ -31,15 +34,19 @@ def _overview(members: Numbered) -> Table:
     first = members[0][0]
     columns: list[Column] = []
     cells: dict[str, dict[str, Cell]] = {}
+    alphas = [group.alpha for group, _ in members]
     for place, (group, table) in enumerate(members):
-        name = f"α {group.alpha:g}" if group.alpha is not None else f"federation {place + 1}"
+        told = group.alpha is not None and alphas.count(group.alpha) == 1
+        name = f"α {group.alpha:g}" if told else f"federation {place + 1}"
         for key, header, digits in SHOWN:
-            columns.append(Column(f"{key}-{place}", f"{name}: {header}", digits))
+            column = Column(f"{key}-{place}", f"{name}: {header}", digits, metric=FORMULAS[key])
+            columns.append(column)
             for row in table.rows:
                 cells.setdefault(row.label, {})[f"{key}-{place}"] = row.cells.get(key)
     runs = sum(len(group.births) for group, _ in members)
     return Table(
-        f"{first.dataset}, protocol {first.config.protocol}: {WHICH[first.criterion.model]}",
+        f"{first.dataset}, {'deployed, ' * ('deployed' in first.kind)}protocol "
+        f"{first.config.protocol}: {WHICH[first.criterion.model]}",
         columns,
         [Row(label, found) for label, found in cells.items()],
         [*(f"{header}: {MEANING[key]}" for key, header, _ in SHOWN),

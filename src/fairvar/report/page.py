@@ -50,7 +50,8 @@ EXPLAINED = (
 )  # fmt: skip
 SIGNS = (
     "± is the standard error over random seeds; with a single seed there is none. "
-    "“div.” means that training did not end in finite numbers, “–” that nothing was measured. "
+    "“div.” means that training did not end in finite numbers, “undef.” that the formula has no "
+    "value (the variance of one client), “–” that nothing was measured. "
     "Hover over a number, tap it, or move to it with Tab and the arrow keys, to see it in full "
     "with its definition. Click a column's header to sort, twice for the reverse, three times for "
     "the first order."

@@ -9,16 +9,6 @@ from fairvar.report.look import look
 from fairvar.report.markup import NOTHING, Html, join, tag, text
 from fairvar.report.table import Cell, Column, Estimate, Row, Table, parts
 
-# The columns of a sweep's table and the metrics behind them.
-METRICS = {
-    "accuracy": "mean",
-    "variance": "variance_over_clients",
-    "corrected": "corrected_variance",
-    "worst": "worst_10_percent",
-    "own_accuracy": "mean",
-    "own_variance": "variance_over_clients",
-}
-
 
 def scrolling_table(table: Table) -> Html:
     """In a box of its own, so that a wide table never widens the page."""
@@ -49,8 +39,7 @@ def _header(name: str, kind: str, meaning: str) -> Html:
 
 def definition(column: Column) -> str:
     """What a number of this column is, in words and where known as a formula; never empty."""
-    metric = column.key if column.key in DEFINITIONS else METRICS.get(column.key)
-    formula = DEFINITIONS[metric] if metric else ""
+    formula = DEFINITIONS.get(column.metric or column.key, "")
     if column.definition and formula and formula != column.definition:
         return f"{column.definition}\n{formula}"
     return column.definition or formula or column.header

@@ -14,10 +14,11 @@ from jaxtyping import Bool, Float, Int64
 
 from fairvar import rng
 from fairvar.errors import BadInput
+from fairvar.metrics import binomial_noise
 
 
 class Difference(NamedTuple):
-    """A − B with a 95 % interval; `clear` if the interval leaves zero out."""
+    """A − B with a 95 % interval; `clear` if the interval leaves zero out. nan: not defined."""
 
     value: float
     low: float
@@ -61,11 +62,14 @@ def compare(
 
     Intervals by bootstrap: seeds and clients are drawn with replacement, the same draw for both.
     """
-    measured = _measured(a, b, samples)
+    measured = _enough(a, b, samples)
     p, q, n = a[:, measured], b[:, measured], samples[measured]
     rows, columns = _draw(p.shape[0], p.shape[1], resamples, seed)
-    drawn = _numbers(p[rows, columns], n[columns]) - _numbers(q[rows, columns], n[columns])
-    seen = _numbers(p[None], n[None, None]) - _numbers(q[None], n[None, None])
+    one, other = ((v, binomial_noise(v, n)) for v in (p, q))
+    drawn, seen = (
+        _numbers(*(v[draw] for v in one)) - _numbers(*(v[draw] for v in other))
+        for draw in ((rows, columns), (None,))
+    )
     found = _differences(seen[:, 0], drawn)
     change = np.full(a.shape[1], np.nan)
     change[measured] = (p - q).mean(0)
@@ -74,6 +78,17 @@ def compare(
         error[measured] = (p - q).std(0, ddof=1) / np.sqrt(len(p))
     accuracy, variance, corrected, worst = found
     return Paired(accuracy, variance, corrected, worst, change, error)
+
+
+def pair(
+    a: Float[np.ndarray, "*rounds seeds n"],
+    b: Float[np.ndarray, "*rounds seeds n"],
+    samples: Int64[np.ndarray, " n"],
+) -> Paired | Late | None:
+    """Either comparison; None where the two sides have too little in common."""
+    if a.shape != b.shape or _measured(a, b, samples).sum() < 2:
+        return None
+    return (compare if a.ndim == 2 else compare_rounds)(a, b, samples)
 
 
 class Late(NamedTuple):
@@ -96,7 +111,7 @@ def compare_rounds(
     A round's accuracies swing by points from one evaluation to the next; their average does not.
     Drawn are seeds and clients as before, the rounds stay together.
     """
-    measured = _measured(a, b, samples)
+    measured = _enough(a, b, samples)
     p, q, n = a[..., measured], b[..., measured], samples[measured]
     seeds, clients = p.shape[1:]
     rows, columns = _draw(seeds, clients, resamples, seed)
@@ -119,10 +134,18 @@ def _measured(
     samples: Int64[np.ndarray, " n"],
 ) -> Bool[np.ndarray, " n"]:
     """Clients that have an accuracy on both sides in every round and seed."""
+    axes = tuple(range(a.ndim - 1))
+    return np.isfinite(a).all(axes) & np.isfinite(b).all(axes) & (samples > 0)
+
+
+def _enough(
+    a: Float[np.ndarray, ...],
+    b: Float[np.ndarray, ...],
+    samples: Int64[np.ndarray, " n"],
+) -> Bool[np.ndarray, " n"]:
     if a.shape != b.shape:
         raise BadInput(f"cannot pair {a.shape} with {b.shape} (seeds, clients)")
-    axes = tuple(range(a.ndim - 1))
-    measured = np.isfinite(a).all(axes) & np.isfinite(b).all(axes) & (samples > 0)
+    measured = _measured(a, b, samples)
     if measured.sum() < 2:
         raise BadInput("fewer than two clients were measured under both methods")
     return measured
@@ -162,16 +185,15 @@ def _over_rounds(
     centre = p.mean()  # so that the difference of squares loses no digits
     average = mean(p - centre)
     variance = (mean((p - centre) ** 2) - average**2) * n / (n - 1)
-    noise = mean(p * (1 - p) / np.maximum(samples - 1, 1))
+    noise = mean(binomial_noise(p, samples))
     return [v.mean(1) for v in (average + centre, variance, variance - noise)]
 
 
 def _numbers(
-    p: Float[np.ndarray, "draws seeds n"], n: Int64[np.ndarray, "draws one n"]
+    p: Float[np.ndarray, "draws seeds n"], noise: Float[np.ndarray, "draws seeds n"]
 ) -> Float[np.ndarray, "4 draws"]:
     """(mean, variance, corrected variance, worst tenth) over clients, averaged over seeds."""
     variance = p.var(2, ddof=1)
-    noise = (p * (1 - p) / np.maximum(n - 1, 1)).mean(2)
     tenth = -(-p.shape[2] // 10)
     worst = np.partition(p, tenth - 1, axis=2)[:, :, :tenth].mean(2)
-    return np.stack([p.mean(2), variance, variance - noise, worst]).mean(2)
+    return np.stack([p.mean(2), variance, variance - noise.mean(2), worst]).mean(2)

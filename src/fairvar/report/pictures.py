@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fairvar.metrics import mean_and_variance
 from fairvar.report import figures
 from fairvar.report.beside import late_differences
 from fairvar.report.front import Point, front
@@ -18,17 +19,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+NAMES = {"local": "own models", "global": "global model"}
+
+
 def accuracy_figure(results: Sequence[Result], model: str = "global") -> Figure:
-    """Test accuracy of every client, sorted, a panel per method."""
-    found = {r.label: r.client_accuracy(model) for r in results}
-    return figures.client_accuracies({k: v for k, v in found.items() if v is not None})
+    """Test accuracy from the worst to the best served client, a panel per method."""
+    found = {r.label: r.seed_accuracy(model) for r in results}
+    return figures.client_accuracies(found, f"test accuracy on the client (%), {NAMES[model]}")
 
 
 def front_figure(
     trials: Sequence[Trial], results: Sequence[Result], model: str = "global"
 ) -> Figure:
     """Every configuration after its last round, and the chosen ones at the chosen round."""
-    return front(list(_points(trials, results, model)), noise_floor(results, model))
+    return front(list(_points(trials, results, model)), noise_floor(results, model), NAMES[model])
 
 
 def _points(trials: Sequence[Trial], results: Sequence[Result], model: str) -> Iterator[Point]:
@@ -46,22 +50,23 @@ def curves_figure(results: Sequence[Result], model: str = "global") -> Figure:
     mean, low, high = {}, {}, {}
     for result in results:
         tables = [h.accuracy["test", model].numpy() for h in result.trial.histories]
-        by_seed = 100 * np.nanmean(np.stack(tables), axis=2)
+        by_seed = 100 * mean_and_variance(np.stack(tables))[0]
         mean[result.label] = by_seed.mean(0)
         low[result.label], high[result.label] = by_seed.min(0), by_seed.max(0)
-    return figures.learning_curves(rounds, mean, low, high, "mean accuracy over clients (%)")
+    label = f"mean test accuracy over clients (%),\n{NAMES[model]}"
+    return figures.learning_curves(rounds, mean, low, high, label)
 
 
 def beside_figure(results: Sequence[Result]) -> Figure | None:
     """Every method less FedAvg, late; None where there is nothing to draw."""
     found = late_differences(results)
     panels, units = {}, {}
-    for model, name in (("local", "own models"), ("global", "global model")):
+    for model in ("local", "global"):
         pairs = {label: pair for (label, seen), pair in found.items() if seen == model}
         if not pairs:
             continue
         for metric, unit in (("accuracy", "points"), ("variance", "variance × 100")):
-            title = f"{name}, {metric}"
+            title = f"{NAMES[model]}, {metric}"
             values = {label: getattr(pair, metric) for label, pair in pairs.items()}
             panels[title] = {k: (100 * d.value, 100 * d.low, 100 * d.high)
                              for k, d in values.items()}  # fmt: skip
@@ -70,9 +75,10 @@ def beside_figure(results: Sequence[Result]) -> Figure | None:
 
 
 def weights_figure(result: Result) -> Figure:
-    """The server's weights of the first seed."""
+    """The server's weights of the first seed, in the rounds of which they were kept."""
     history = result.trial.histories[0]
-    return figures.weights_over_rounds(history.weights.numpy(), f"{result.label}, weights")
+    title = f"{result.label}, weights, seed {result.trial.seeds[0]}"
+    return figures.weights_over_rounds(history.weights.numpy(), title, history.observed.numpy() + 1)
 
 
 def _point(trial: Trial, at: int, model: str) -> Point:

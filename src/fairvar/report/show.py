@@ -11,6 +11,7 @@ from rich.text import Text
 
 from fairvar.catalogue import catalogue
 from fairvar.federation import Federation
+from fairvar.report.table import UNDEFINED, Estimate, parts
 from fairvar.theory import Claim
 from fairvar.verify import Agreement, tolerance
 
@@ -38,14 +39,15 @@ def run_table(folder: Path, manifest: Mapping[str, Any]) -> RichTable:
     heads = ("split/model", "accuracy %", "variance", "noise floor", "corrected", "worst 10 %")
     for head in heads:
         table.add_column(head, justify="left" if head == heads[0] else "right")
+    columns = (("mean", 2), ("variance_over_clients", 3), ("noise_floor", 3),
+               ("corrected_variance", 3), ("worst_10_percent", 2))  # fmt: skip
     for name, scores in sorted(manifest["result"].items()):
-        table.add_row(
-            name,
-            f"{100 * scores['mean']:.2f}",
-            *(f"{100 * scores[k]:.3f}" for k in ("variance_over_clients", "noise_floor",
-                                                 "corrected_variance")),
-            f"{100 * scores['worst_10_percent']:.2f}",
-        )  # fmt: skip
+        cells = [Estimate(100 * scores[key]) for key, _ in columns]
+        shown = [
+            UNDEFINED if cell.diverged else parts([cell], digits)[0][0]
+            for cell, (_, digits) in zip(cells, columns, strict=True)
+        ]
+        table.add_row(name, *shown)
     return table
 
 

@@ -14,6 +14,7 @@ from fairvar.errors import BadInput
 
 MISSING = "–"  # never measured
 DIVERGED = "div."  # measured, and not a finite number
+UNDEFINED = "undef."  # measured, but the formula ends in 0/0
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,14 @@ Cell = Estimate | str | None
 
 @dataclass(frozen=True)
 class Column:
-    """`digits` after the decimal point; `definition` is printed under the table."""
+    """`digits` after the decimal point; `definition` is printed under the table; `metric` names the
+    formula behind the numbers in `fairvar.metrics.DEFINITIONS`."""
 
     key: str
     header: str
     digits: int = 2
     definition: str = ""
+    metric: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,12 @@ def mean_and_standard_error(values: Iterable[float], marked: bool = False) -> Es
         return Estimate(mean, None, marked)
     squares = math.fsum((value - mean) ** 2 for value in x)
     return Estimate(mean, math.sqrt(squares / (m - 1) / m), marked)
+
+
+def over_seeds(values: Iterable[float], marked: bool = False) -> Cell:
+    """The same of runs that did not diverge: what is not a number there is not defined."""
+    estimate = mean_and_standard_error(values, marked)
+    return UNDEFINED if estimate.diverged else estimate
 
 
 def parts(cells: Sequence[Cell], digits: int) -> list[tuple[str, str]]:

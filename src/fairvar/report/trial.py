@@ -12,6 +12,7 @@ import numpy as np
 from fairvar.errors import BadInput
 from fairvar.experiment import StoredRun
 from fairvar.history import History
+from fairvar.identity import Identity
 from fairvar.methods.base import Method
 from fairvar.metrics import Fairness
 from fairvar.select import Curve, Validation
@@ -38,7 +39,7 @@ class Summary:
                 np.stack([h.accuracy[split, model].numpy() for h in histories])
             )
             for split, model in first.accuracy
-            if split in ("valid", "test")
+            if split in ("valid", "test") and all((split, model) in h.accuracy for h in histories)
         }
         return Summary(
             first.evaluated.tolist(),
@@ -62,6 +63,8 @@ class Trial:
     lr: float
     source: Sequence[History] | Sequence[StoredRun]
     kept: Summary | None = None
+    identity: Identity | None = None  # of one of its stored runs
+    version: str = ""  # tells it from runs of other code under the same label, where there are any
 
     @cached_property
     def histories(self) -> Sequence[History]:
@@ -78,7 +81,7 @@ class Trial:
 
     @property
     def label(self) -> str:
-        return self.method.label
+        return f"{self.method.label} [{self.version}]" if self.version else self.method.label
 
     @property
     def knob(self) -> tuple[str, Any] | None:
@@ -93,6 +96,16 @@ class Trial:
     @property
     def seeds(self) -> list[int]:
         return [int(birth["seed"]) for birth in self.summary.births]
+
+    @property
+    def models(self) -> list[str]:
+        """Those whose test accuracy was measured; none if a seed diverged."""
+        return list(self.summary.last)
+
+    def validated(self, model: str) -> bool:
+        """Whether any client validated this model."""
+        curve = self.summary.valid.get(model)
+        return curve is not None and bool(np.isfinite(curve.mean).any())
 
     def validation(self, model: str) -> Validation:
         """The part of the trial that selection may see."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from rich.text import Text
 
 from fairvar.errors import BadInput, unknown
 from fairvar.experiment import StoredRun
+from fairvar.report.beside import federation_name
 from fairvar.report.gather import Group, gather
 from fairvar.report.paired import Late, Paired, compare, compare_rounds
 from fairvar.report.results import late_rounds
+from fairvar.report.table import UNDEFINED
 from fairvar.store import is_complete
 
 SHOWN = 5  # clients listed on either side
@@ -54,6 +57,8 @@ def side(text: str, model: str | None, late: bool = False) -> Side:
     if result.at is None:
         raise BadInput(f"every configuration of {label} diverged; there is nothing to compare")
     which = model or group.criterion.model
+    if which not in result.trial.models:
+        raise BadInput(f"{text}: the {which} model was not measured there (evaluate.local)")
     return Side(
         f"{label} ({result.trial.describe(result.at)})",
         which,
@@ -66,23 +71,40 @@ def side(text: str, model: str | None, late: bool = False) -> Side:
 
 def _group(folder: Path, alpha: str) -> Group:
     groups = gather(folder)
-    protocols = {g.config.protocol for g in groups}
-    names = {_name(g, len(protocols) > 1): g for g in groups}
+    names = _names(groups)
     if alpha in names:
         return names[alpha]
     if not alpha and len(groups) == 1:
         return groups[0]
-    known, example = ", ".join(names), next(reversed(names), "0.1")
+    known = ", ".join(f"{name} ({federation_name(g)})" for name, g in names.items())
+    example = next(reversed(names), "0.1")
     raise BadInput(f"{folder} has results for {known}; say which, as in :FedAvg@{example}")
 
 
-def _name(group: Group, several_protocols: bool) -> str:
-    alpha = "" if group.alpha is None else f"{group.alpha:g}"
-    return f"{group.config.protocol}/{alpha}" if several_protocols else alpha
+def _names(groups: Sequence[Group]) -> dict[str, Group]:
+    """By alpha, or else by the kind of partition; numbered where that does not tell them apart."""
+    several = len({g.config.protocol for g in groups}) > 1
+    names = [f"{g.config.protocol}/{_name(g)}" if several else _name(g) for g in groups]
+    return {
+        name if names.count(name) == 1 else f"{name}-{names[: place + 1].count(name)}": group
+        for place, (name, group) in enumerate(zip(names, groups, strict=True))
+    }
+
+
+def _name(group: Group) -> str:
+    partition = type(group.config.partition).__struct_config__.tag
+    name = "own" if group.own_data else str(partition)
+    name = name if group.alpha is None else f"{group.alpha:g}"
+    return f"{name}/{group.data}" if group.data else name
 
 
 def _single(run: StoredRun, model: str | None, late: bool) -> Side:
     history, which = run.history(), model or run.config.select.model
+    known = [m for split, m in history.accuracy if split == "test"]
+    if model is None and known and which not in known:
+        which = known[0]
+    if which not in known or not len(history.evaluated):
+        raise BadInput(f"{run.folder}: no test accuracy of the {which} model was measured")
     accuracy = history.accuracy["test", which].numpy()
     return Side(
         f"{run.config.method.label} ({run.folder.name})",
@@ -98,6 +120,12 @@ def versus(a: Side, b: Side) -> Paired | Late:
     """Pair over the seeds that both have; another partition has other clients and is refused."""
     if a.passport != b.passport:
         raise BadInput("the two sides have different partitions: their clients cannot be paired")
+    if a.model != b.model:
+        raise BadInput(f"A is about the {a.model} model and B about the {b.model} one: name one of "
+                       "them with --model")  # fmt: skip
+    both = (a.samples > 0) & (b.samples > 0)
+    if len(a.samples) != len(b.samples) or (a.samples != b.samples)[both].any():
+        raise BadInput("the two sides have other test samples: their clients cannot be paired")
     common = sorted(set(a.seeds) & set(b.seeds))
     if not common:
         raise BadInput(f"no common seed: {a.seeds} and {b.seeds}")
@@ -124,6 +152,9 @@ def paired_table(a: Side, b: Side, paired: Paired | Late) -> Iterator[Any]:
     for key, name in NUMBERS:
         d = getattr(paired, key, None)
         if d is None:
+            continue
+        if not math.isfinite(d.value):
+            table.add_row(name, UNDEFINED, UNDEFINED, "")
             continue
         table.add_row(name, f"{100 * d.value:+.3f}", f"{100 * d.low:+.3f} to {100 * d.high:+.3f}",
                       "yes" if d.clear else "within noise")  # fmt: skip

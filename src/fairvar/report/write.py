@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
 
 from fairvar.experiment import start_note
 from fairvar.report.beside import beside_fedavg
@@ -14,7 +15,7 @@ from fairvar.report.claims import claims_table
 from fairvar.report.clients import clients_csv
 from fairvar.report.gather import Group
 from fairvar.report.look import save
-from fairvar.report.overview import Numbered, overview_files, overviews
+from fairvar.report.overview import WHICH, Numbered, overview_files, overviews
 from fairvar.report.page import Page, PageFigure, Section, figure_svg, write_page
 from fairvar.report.paper import printed
 from fairvar.report.pictures import (
@@ -26,33 +27,33 @@ from fairvar.report.pictures import (
     weights_figure,
 )
 from fairvar.report.render import render
-from fairvar.report.results import noise_floor, result_table
+from fairvar.report.results import Result, noise_floor, result_table
 from fairvar.report.table import Table
 from fairvar.store import write_text
 
 FORMATS = {"md": "markdown", "tex": "latex", "csv": "csv", "txt": "terminal"}
 CAPTIONS = {
-    "client_accuracies": "Test accuracy of every client, from worst to best served, at the chosen "
-    "configuration (mean over seeds); FedAvg in grey behind each method.",
-    "front": "Accuracy against variance over clients; lower right is better. Dots are all "
-    "configurations after their last round, marks the chosen ones with standard errors over seeds.",
-    "curves": "Mean test accuracy over clients by round at the chosen configurations; bands span "
-    "the seeds.",
+    "client_accuracies": "Test accuracy of {model} from the worst to the best served client at the "
+    "chosen configuration; every rank is a mean over seeds. FedAvg in grey behind each method.",
+    "front": "Test accuracy of {model} against its variance over clients; lower right is better. "
+    "Dots are all configurations after their last round, marks the chosen ones with standard "
+    "errors over seeds.",
+    "curves": "Mean test accuracy of {model} over clients by round at the chosen configurations; "
+    "bands span the seeds.",
     "beside_fedavg": "Every method less FedAvg, averaged over the last quarter of the rounds, with "
     "paired 95 % intervals over seeds and clients; filled where zero is left out.",
-    "weights": "The server's weights over rounds.",
+    "weights": "The server's weights in the evaluated rounds, in one run of the chosen "
+    "configuration.",
     "partition": "Who holds what: training samples by client and class.",
 }
 
 
 def group_name(group: Group) -> str:
     """Part of file names: the data set, the protocol if it is not the default, and alpha."""
-    parts = [group.dataset]
-    if group.config.protocol != "boxes":
-        parts.append(group.config.protocol)
+    parts = [group.source, *([group.data] if group.data else []), *group.kind]
     if group.alpha is not None:
         parts.append(f"alpha-{group.alpha:g}")
-    return "-".join(parts)
+    return "-".join(parts).replace(" ", "-")
 
 
 def group_names(groups: Sequence[Group]) -> list[str]:
@@ -67,25 +68,63 @@ def group_table(group: Group) -> Table:
     work = f"{config.train.local_epochs} local epoch" if config.train.local_epochs else (
         f"{config.train.local_steps} local step")  # fmt: skip
     batch = "all samples" if config.train.batch_size is None else f"{config.train.batch_size}"
-    heterogeneity = "" if group.alpha is None else f", Dirichlet {group.alpha:g}"
     births = group.births
     seeds = sorted({int(birth["seed"]) for birth in births})
-    cells = {r.label: printed(group.dataset, group.alpha, r.label) for r in group.results}
+    cells = {r.label: printed(group.source, group.alpha, r.label) for r in group.results}
     return result_table(
         group.results,
-        f"{group.dataset}, {config.data.clients} clients{heterogeneity}, {config.model.name}",
+        _title(group),
         [
             f"Protocol {config.protocol}: {work} per round, batch {batch}, "
             f"{config.train.rounds} rounds; the table is about the {primary} model.",
             f"Seeds {', '.join(map(str, seeds))}; {len(births)} runs. ± is the standard error "
-            "over seeds. Chosen on validation data, reported on test data.",
-            f"Noise floor of the variance ×100: {100 * noise_floor(group.results, primary):.3f}.",
+            f"over seeds. {_how_chosen(group)}",
+            *_when_known(group),
             "Bold: ahead of every other method by more than the paired 95 % interval.",
-            *filter(None, [start_note(config)]),
+            *filter(None, [None if group.deployed else start_note(config)]),
+            *filter(None, [_several_versions(group)]),
         ],
         primary,
         {label: cell for label, cell in cells.items() if cell is not None},
+        group.validated,
     )
+
+
+def _several_versions(group: Group) -> str | None:
+    """What to know where a method's code, or how it was run, changed between runs."""
+    labels = sorted({trial.label for trial in group.trials if trial.version})
+    if not labels:
+        return None
+    return (f"{', '.join(labels)}: runs of different versions of a method's code, or of different "
+            "rules of a deployment, under one name. They are not mixed.")  # fmt: skip
+
+
+def _title(group: Group) -> str:
+    """Data, clients, partition and model, as far as they are known."""
+    if group.own_data:
+        return f"{group.dataset}, {group.model}"
+    parts = [group.dataset, f"{group.config.data.clients} clients"]
+    if group.alpha is not None:
+        parts.append(f"Dirichlet {group.alpha:g}")
+    parts.append(group.model)
+    if group.deployed is not None:
+        parts.append(f"deployed on {group.deployed.where}")
+    return ", ".join(parts)
+
+
+def _how_chosen(group: Group) -> str:
+    if group.validated:
+        return "Chosen on validation data, reported on test data."
+    return "Without validation data: every method after its last round, on test data."
+
+
+def _when_known(group: Group) -> Iterator[str]:
+    floor = 100 * noise_floor(group.results, group.criterion.model)
+    if np.isfinite(floor):
+        yield f"Noise floor of the variance ×100: {floor:.3f}."
+    alive = [result.trial.models for result in group.results if result.at is not None]
+    if alive and not any("local" in models for models in alive):
+        yield "Clients' own models were not measured (evaluate.local = false)."
 
 
 def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[Table], list[Path]]:
@@ -104,7 +143,8 @@ def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[T
             written += files
             # The page links the picture alone: results are often published without the PDFs.
             links = [f.name for f in files if f.suffix == ".png"]
-            shown.append(PageFigure(figure_svg(figure), CAPTIONS[kind], links))
+            caption = CAPTIONS[kind].format(model=WHICH[group.criterion.model])
+            shown.append(PageFigure(figure_svg(figure), caption, links))
         sections.append(_section(group, name, table, shown))
     numbered = list(zip(groups, tables, strict=True))
     beside = {"clients.csv": clients_csv(groups), **overview_files(numbered)}
@@ -124,9 +164,13 @@ def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[T
 
 def _overviews(numbered: Numbered) -> Iterable[Section]:
     """What stands before the single federations."""
+    seen: list[str] = []
     for table in overviews(numbered):
-        anchor = "".join(c if c.isalnum() else "-" for c in table.title.partition(":")[0])
-        yield Section(table.title.partition(":")[0], f"all-{anchor}", "", table)
+        title = table.title.partition(":")[0]
+        title = table.title if title in seen else title  # the same for another model
+        seen.append(title)
+        anchor = "".join(c if c.isascii() and c.isalnum() else "-" for c in title)
+        yield Section(title, f"all-{anchor}", "", table)
 
 
 def _judged(judged: Mapping[str, Table | None]) -> Iterable[Section]:
@@ -142,7 +186,8 @@ def _figures(group: Group) -> Iterable[tuple[str, Any]]:
     alive = [r for r in group.results if r.at is not None]
     if alive:
         yield "client_accuracies", accuracy_figure(alive, primary)
-        yield "front", front_figure(group.trials, alive, primary)
+        if _spread_is_known(alive, primary):
+            yield "front", front_figure(group.trials, alive, primary)
         yield "curves", curves_figure(alive, primary)
         beside = beside_figure(alive)
         if beside is not None:
@@ -155,17 +200,27 @@ def _figures(group: Group) -> Iterable[tuple[str, Any]]:
         yield "partition", partition_figure(group.dataset, counts, group.federation)
 
 
+def _spread_is_known(results: Sequence[Result], model: str) -> bool:
+    """Of a single client there is none to draw."""
+    return all(np.isfinite(result.trial.summary.last[model][1]) for result in results)
+
+
 def _section(group: Group, name: str, table: Table, figures: Sequence[PageFigure]) -> Section:
     chosen = "\n".join(f"{r.label}: {r.trial.describe(r.at)}" for r in group.results)
-    alpha = "" if group.alpha is None else f", α = {group.alpha:g}"
-    protocol = "" if group.config.protocol == "boxes" else f", {group.config.protocol}"
+    parts = [group.dataset, *group.kind]
+    if group.alpha is not None:
+        parts.append(f"α = {group.alpha:g}")
+    again = name.removeprefix(group_name(group)).strip("-")
     return Section(
-        f"{group.dataset}{protocol}{alpha}",
+        ", ".join(parts) + (f" ({again})" if again else ""),
         name.replace(".", "_"),
         table.title,
         table,
         figures,
-        {"Chosen on validation": chosen, "Configuration of one run": group.config.to_toml()},
+        {
+            "Chosen on validation" if group.validated else "After the last round": chosen,
+            "Configuration of one run": tomli_w.dumps(group.settings),
+        },
     )
 
 

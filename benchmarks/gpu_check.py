@@ -1,0 +1,120 @@
+"""Every method on the GPU, against the plain loop on the CPU; and two paths of one step, timed.
+
+    python benchmarks/gpu_check.py                  # equality: worst relative difference in float64
+    python benchmarks/gpu_check.py --paths          # `blocked` against `vmapped`: ms per round
+
+CI has no GPU. This runs on the device what the equivalence tests run on a CPU: methods x models x
+local work, full and partial participation, rounds recorded as CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+sys.path.append(str(ROOT / ".carry"))  # packages that the machine lacks (README.md)
+
+import torch  # noqa: E402
+
+import fairvar as fv  # noqa: E402
+
+METHODS_HERE = {
+    "FedAvg": fv.FedAvg(),
+    "AFL": fv.AFL(step=0.1),
+    "q-FFL": fv.QFFL(q=0.5),
+    "AAggFF": fv.AAggFF(),
+    "FairLoss": fv.FairLoss(strength=0.1),
+    "FairLoss*": fv.FairLoss(strength=0.1, exact=True),
+    "FairGrad": fv.FairGrad(strength=0.05),
+    "FairGrad*": fv.FairGrad(strength=0.05, exact=True),
+}
+WORK = {
+    "one step": {},
+    "mini-batch": {"batch_size": 8},
+    "epoch": {"batch_size": 8, "local_epochs": 1},
+    "half of the clients": {"participation": 0.5},
+    "half, epoch": {"participation": 0.5, "batch_size": 8, "local_epochs": 1},
+    "clipped": {"clip_norm": 0.5},
+    "no local models": {"evaluate_local": False},
+}
+
+
+def worst_difference(a: fv.History, b: fv.History) -> float:
+    """Of parameters, losses and weights, relative to the largest entry of each."""
+    pairs = [(a.state.params[k].cpu(), b.state.params[k].cpu()) for k in b.state.params]
+    pairs += [(a.loss, b.loss), (a.weights, b.weights)]
+    pairs += [(a.evaluated_loss[k], b.evaluated_loss[k]) for k in b.evaluated_loss]
+    gaps = [float((x - y).abs().nan_to_num().max() / y.abs().nan_to_num().max()) for x, y in pairs]
+    return max(gaps)
+
+
+def check(device: str) -> int:
+    fed = fv.load_federation(
+        "mnist_1000", clients=12, partition=fv.Dirichlet(alpha=0.3), seed=0, samples=300
+    )
+    worst, failed = 0.0, 0
+    for (work, options), model in itertools.product(WORK.items(), ("multinomial", "lenet5")):
+        row = []
+        for name, method in METHODS_HERE.items():
+            common = dict(rounds=3, lr=0.05, dtype=torch.float64, evaluate_every=2, **options)
+            want = fv.train(model, fed, method, engine="reference", **common)
+            got = fv.train(model, fed, method, device=device, **common)
+            gap = worst_difference(got, want)
+            worst, failed = max(worst, gap), failed + (not gap <= 1e-10)
+            row.append(f"{name} {gap:.0e}")
+        print(f"{model:12} {work:20} " + "  ".join(row), flush=True)
+    print(f"worst {worst:.1e}; {failed} above 1e-10")
+    return 1 if failed else 0
+
+
+def federation(clients: int, samples: list[int], shape: tuple[int, ...], classes: int) -> object:
+    torch.manual_seed(0)
+    train = [(torch.randn(m, *shape), torch.randint(0, classes, (m,))) for m in samples]
+    return fv.Federation.from_arrays(train=train, classes=classes)
+
+
+def paths(device: str) -> int:
+    """Medians of rounds in alternating turns."""
+    even, ragged = [32] * 50, [8 + (37 * i) % 120 for i in range(50)]
+    cases = [
+        ("lenet5", (1, 28, 28), 10, even),
+        ("avgcnn", (3, 32, 32), 10, even),
+        ("avgcnn", (3, 32, 32), 10, ragged),
+        ("mobilenet_v2", (3, 32, 32), 100, even),
+    ]
+    for model, shape, classes, samples in cases:
+        fed = federation(len(samples), samples, shape, classes)
+        for name in ("q-FFL", "FairGrad", "FairGrad*"):
+            found: dict[str, list[float]] = {"blocked": [], "vmapped": []}
+            for _, engine in itertools.product(range(3), found):
+                marks: list[float] = []
+
+                def mark(done: int, total: int, marks: list[float] = marks) -> None:
+                    if device == "cuda":
+                        torch.cuda.synchronize()
+                    marks.append(time.perf_counter())
+
+                fv.train(model, fed, METHODS_HERE[name], rounds=12, lr=0.001, device=device,
+                         precision="tf32" if device == "cuda" else "full", engine=engine,
+                         evaluate_every=1000, progress=mark)  # fmt: skip
+                gaps = [1000 * (b - a) for a, b in itertools.pairwise(marks)]
+                found[engine].append(statistics.median(gaps[4:-1]))
+            row = {k: round(min(v), 2) for k, v in found.items()}
+            kind = "even" if samples is even else "ragged"
+            print(f"{model:13} {kind:7} {name:10} {json.dumps(row)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--paths", action="store_true")
+    given = parser.parse_args()
+    sys.exit(paths(given.device) if given.paths else check(given.device))

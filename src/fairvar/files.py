@@ -1,0 +1,116 @@
+"""Reading files from elsewhere: regular files only, and never more bytes than their kind has.
+
+Everything that fairvar reads is opened here. The checks are made on the open file, so that nothing
+can be exchanged between the check and the reading; a pipe is opened without waiting for its other
+end. All errors are `OSError`s whose `strerror` says what is wrong; callers name the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MOST_TEXT = 128 << 10  # a TOML configuration; its reader is slow
+MOST_CODE = 4 << 20  # a plugin
+MOST_RECORD = 64 << 20  # a manifest, a federation's record or an archive's list
+MOST_TENSORS = 4 << 30  # a history, a state, a checkpoint or a file of weights
+MOST_ARCHIVE = 1 << 30  # runs.tar.xz
+_SMALL = 64 << 20  # larger files that are mostly holes take memory that nobody paid for
+
+
+class _Regular(io.FileIO):
+    """Ends where the file ended when it was opened, however it grows."""
+
+    length = 0
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        return super().readinto(memoryview(buffer)[: max(0, self.length - self.tell())])
+
+
+class Bounded(io.BufferedReader):
+    """A file of which one call reads at most `at_once` bytes: the tables of a zip may be huge."""
+
+    length, at_once = 0, 1 << 62
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(0, self.length - self.tell())
+        wanted = left if size is None or size < 0 else min(size, left)
+        if wanted > self.at_once:
+            raise OSError(errno.EFBIG, f"a part of it has more than {self.at_once} bytes")
+        return super().read(wanted)
+
+
+def open_regular(path: Path, most: int, *, at_once: int = 1 << 62, follow: bool = True) -> Bounded:
+    """A regular file of at most `most` bytes, open for reading; `follow`: also behind a link."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    try:
+        handle = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
+    except ValueError:
+        raise OSError(errno.EINVAL, "its name holds a NUL byte") from None
+    try:
+        facts = os.fstat(handle)
+        if stat.S_ISDIR(facts.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        hides_its_length = stat.S_ISREG(facts.st_mode) and not facts.st_size and os.read(handle, 1)
+        if not stat.S_ISREG(facts.st_mode) or hides_its_length:  # those in /proc do
+            raise OSError(errno.EINVAL, "it is no regular file")
+        if facts.st_size > most:
+            size = f"it has {facts.st_size} bytes, more than the {most} allowed"
+            raise OSError(errno.EFBIG, size)
+        if facts.st_size > _SMALL and _mostly_holes(handle, facts.st_size):
+            raise OSError(errno.EINVAL, f"nearly all of its {facts.st_size} bytes are a hole")
+    except BaseException:
+        os.close(handle)
+        raise
+    raw = _Regular(handle)
+    file = Bounded(raw, 1 << 16)
+    raw.length = file.length = facts.st_size
+    file.at_once = at_once
+    return file
+
+
+def read_bytes(path: Path, most: int, *, follow: bool = True) -> bytes:
+    """All of a regular file."""
+    with open_regular(path, most, follow=follow) as file:
+        return file.read()
+
+
+def digest(file: Any, kind: Any = "sha256") -> str:
+    """Checksum of an open file in little memory; it is then at its start again."""
+    found = hashlib.file_digest(file, kind).hexdigest()
+    file.seek(0)
+    return found
+
+
+def _mostly_holes(handle: int, size: int) -> bool:
+    """Whether less than a hundredth of a file was ever written; file systems that cannot tell
+    report it as written."""
+    data = place = 0
+    try:
+        while 100 * data < size:
+            start = os.lseek(handle, place, os.SEEK_DATA)
+            place = os.lseek(handle, start, os.SEEK_HOLE)
+            data += place - start
+    except OSError as error:
+        return error.errno == errno.ENXIO  # nothing but holes up to the end
+    finally:
+        os.lseek(handle, 0, os.SEEK_SET)
+    return False
+
+
+def walk(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """All files, folders and links below a folder; links are not followed. (`os.walk` of Python
+    3.11 calls itself for every level.)"""
+    waiting = [os.fspath(folder)]
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                yield entry
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)

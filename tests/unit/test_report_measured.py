@@ -1,0 +1,242 @@
+"""A report shows what was measured: without own models, validation or test data, many clients."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fairvar import cli
+from fairvar.errors import BadInput
+from fairvar.plan import Plan
+from fairvar.report import write
+from fairvar.report.gather import gather
+from fairvar.report.results import WHEN_UNDEFINED
+from fairvar.report.versus import side, versus
+from fairvar.report.write import group_table, write_report
+from fairvar.sweep import run_sweep
+
+pytest.importorskip("matplotlib")
+
+SWEEP = {"methods": ["fedavg", "afl"], "seeds": 2, "lr": [0.5], "step": [0.1]}
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds; one test below draws them."""
+    if "pictures" not in request.node.name:
+        monkeypatch.setattr(write, "_figures", lambda group: ())
+
+
+def swept(out: Path, **changes: Any) -> Path:
+    values: dict[str, Any] = {
+        "name": "tiny",
+        "data": {"name": "digits", "clients": 6},
+        "partition": {"name": "dirichlet", "alpha": 0.3},
+        "train": {"rounds": 4},
+        "evaluate": {"every": 2},
+        "sweep": SWEEP,
+    }
+    for section, keys in changes.items():
+        new = section == "partition" or not isinstance(keys, dict)
+        values[section] = keys if new else {**values.get(section, {}), **keys}
+    run_sweep(Plan.from_dict(values).cells, out, lambda done, total, what: None)
+    return out
+
+
+def reported(folder: Path, *options: str) -> str:
+    cli.main(["report", str(folder), *options])
+    return (folder / "report" / "index.html").read_text()
+
+
+def refused(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    """Exit code 2 and one line."""
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command])
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+def test_without_own_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = swept(tmp_path, evaluate={"local": False, "every": 1}, train={"rounds": 8})
+    page = reported(folder)
+    assert "own acc. %" not in page
+    assert "own models were not measured" in page
+    rows = list(csv.DictReader((folder / "report" / "clients.csv").read_text().splitlines()))
+    assert {row["right_local"] for row in rows} == {""}
+    assert all(row["right_global"] for row in rows)
+    beside = (folder / "report" / "beside_fedavg.md").read_text()
+    assert "global acc." in beside
+    assert "own" not in beside
+    capsys.readouterr()
+    line = refused(capsys, "report", str(folder), "--model", "local", "--out", str(tmp_path / "r"))
+    assert "the local model was not measured" in line
+    assert not (tmp_path / "r").exists()
+    told = refused(capsys, "compare", *(f"{folder}:{m}" for m in ("AFL", "FedAvg")),
+                   "--model", "local")  # fmt: skip
+    assert "the local model was not measured" in told
+    cli.main(["compare", f"{folder}:AFL", f"{folder}:FedAvg", "--json"])
+    assert json.loads(capsys.readouterr().out)["model"] == "global"
+    line = refused(capsys, "compare", *(str(r.folder) for r in gather(folder)[0].trials[0].source),
+                   "--model", "local")  # fmt: skip
+    assert "no test accuracy of the local model" in line
+
+
+def test_the_model_of_the_protocol_was_not_measured(tmp_path: Path) -> None:
+    """The tables protocol is about own models; what there is, is shown and named."""
+    (group,) = gather(swept(tmp_path, protocol="tables", evaluate={"local": False}))
+    assert group.criterion.model == "global"
+    table = group_table(group)
+    assert "the table is about the global model" in table.notes[0]
+    assert {"accuracy", "corrected", "chosen"} <= table.rows[0].cells.keys()
+
+
+def test_some_measured_own_models_and_some_did_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for local in (True, False):
+        swept(tmp_path, evaluate={"local": local}, protocol="tables")
+    page = reported(tmp_path)
+    assert page.count("own models were not measured") == 1
+    assert {g.criterion.model for g in gather(tmp_path)} == {"global", "local"}
+    # Both are "digits, α 0.3": neither may hide the other.
+    capsys.readouterr()
+    line = refused(capsys, "compare", f"{tmp_path}:AFL", f"{tmp_path}:FedAvg")
+    assert "0.3-1 (digits, tables, α 0.3), 0.3-2" in line
+    assert "0.3-2" in refused(capsys, "compare", f"{tmp_path}:AFL@0.3", f"{tmp_path}:FedAvg@0.3")
+    sides = [side(f"{tmp_path}:FedAvg@0.3-{n}", None) for n in (1, 2)]
+    assert {s.model for s in sides} == {"global", "local"}
+    with pytest.raises(BadInput, match="--model"):
+        versus(*sides)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"evaluate": {"splits": ["test"]}},
+        {"data": {"split": [0.8, 0.0, 0.2]}},
+        {"evaluate": {"splits": ["train", "test"]}},
+    ],
+)
+def test_without_validation_data(
+    changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = swept(tmp_path / "one", **changes)
+    page = reported(folder)
+    assert "Without validation data: every method after its last round" in page
+    assert "Chosen on validation" not in page
+    table = group_table(gather(folder)[0])
+    assert [row.cells["chosen"] for row in table.rows] == [
+        "lr 0.5, round 4", "lr 0.5, step 0.1, round 4"
+    ]  # fmt: skip
+    many = swept(tmp_path / "many", **changes, sweep={"lr": [0.1, 0.5]})
+    capsys.readouterr()
+    for command in ("report", "condense"):
+        line = refused(capsys, command, str(many), "--out", str(tmp_path / "out"))
+        assert "no validation data to choose among the 2 configurations of FedAvg" in line
+        assert not (tmp_path / "out").exists()
+
+
+def test_without_validation_data_condensed(tmp_path: Path) -> None:
+    folder = swept(tmp_path / "runs", evaluate={"splits": ["test"]})
+    cli.main(["condense", str(folder), "--out", str(tmp_path / "small")])
+    for source in ("runs", "small"):
+        write_report(gather(tmp_path / source), tmp_path / f"report-{source}", "t")
+    full, small = (sorted((tmp_path / f"report-{s}").iterdir()) for s in ("runs", "small"))
+    assert [f.read_bytes() for f in full] == [f.read_bytes() for f in small]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"evaluate": {"splits": ["valid"]}}, {"data": {"split": [0.8, 0.2, 0.0]}}]
+)
+def test_without_test_data(
+    changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = swept(tmp_path / "runs", **changes)
+    line = refused(capsys, "report", str(folder))
+    assert "no test accuracy was measured" in line
+    assert not (folder / "report").exists()
+    run = next(path for path in folder.iterdir() if (path / "manifest.json").exists())
+    assert "no test accuracy" in refused(capsys, "compare", str(run), str(run))
+
+
+def test_one_client(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its variance is undefined, and nothing diverged."""
+    folder = swept(tmp_path, data={"clients": 1})
+    page = reported(folder)
+    (table,) = (group_table(g) for g in gather(folder))
+    row = table.rows[0].cells
+    assert (
+        row["variance"] == row["corrected"] == row["interval"] == row["other_variance"] == "undef."
+    )
+    assert np.isfinite(row["accuracy"].value)
+    assert np.isfinite(row["noise_floor"].value)
+    assert row["chosen"].startswith("lr 0.5, round")
+    assert WHEN_UNDEFINED in table.notes
+    out = capsys.readouterr().out
+    assert "div." not in out
+    assert "undef." in out
+    assert "undef." in page
+    for suffix in ("md", "tex", "csv", "txt"):
+        text = next((folder / "report").glob(f"table-*.{suffix}")).read_text()
+        assert "div." not in text
+        assert "nan" not in text
+    line = refused(capsys, "compare", f"{folder}:AFL", f"{folder}:FedAvg")
+    assert "fewer than two clients" in line
+
+
+def test_one_client_of_a_single_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "one.toml"
+    config.write_text('[data]\nname = "digits"\nclients = 1\n[train]\nrounds = 2\n')
+    cli.main(["run", str(config), "--out", str(tmp_path / "runs")])
+    assert "undef." in capsys.readouterr().out
+    cli.main(["run", str(config), "--out", str(tmp_path / "runs"), "--json"])
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert found["result"]["test/global"]["variance_over_clients"] is None
+    assert found["result"]["test/global"]["mean"] > 0
+
+
+def test_clients_with_one_test_sample_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Noise and spread cannot be told apart: neither floor nor corrected variance."""
+    few = {"samples": 30, "clients": 6, "split": [0.6, 0.2, 0.2]}
+    folder = swept(tmp_path, data=few, partition={"name": "iid"})
+    (group,) = gather(folder)
+    samples = group.results[0].samples()
+    assert samples.tolist() == [1] * 6
+    reported(folder)
+    row = group_table(group).rows[0].cells
+    assert row["noise_floor"] == row["corrected"] == row["interval"] == "undef."
+    assert np.isfinite(row["variance"].value)
+    out = capsys.readouterr().out
+    assert "div." not in out
+    cli.main(["compare", f"{folder}:AFL", f"{folder}:FedAvg"])
+    assert "undef." in capsys.readouterr().out
+    cli.main(["compare", f"{folder}:AFL", f"{folder}:FedAvg", "--json"])
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert found["corrected_variance"] == {
+        "difference": None, "interval": [None, None], "clear": False
+    }  # fmt: skip
+
+
+def test_pictures_of_what_was_measured(tmp_path: Path) -> None:
+    """No picture of a spread that is not defined, nor of models that were not measured."""
+    kinds = {}
+    for name, changes in {
+        "alone": {"data": {"clients": 1}},
+        "shared": {"evaluate": {"local": False, "every": 1}, "train": {"rounds": 8}},
+    }.items():
+        (group,) = gather(swept(tmp_path / name, **changes))
+        kinds[name] = dict(write._figures(group))
+    assert kinds["alone"].keys() == {"client_accuracies", "curves", "weights", "partition"}
+    assert kinds["shared"].keys() == {*kinds["alone"], "front", "beside_fedavg"}
+    titles = [axes.get_title("left") for axes in kinds["shared"]["beside_fedavg"].axes]
+    assert titles == ["global model, accuracy", "global model, variance"]
+    weights = kinds["shared"]["weights"].axes[0].lines[0].get_xdata()
+    assert weights.tolist() == list(range(1, 9))
