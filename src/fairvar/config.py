@@ -218,6 +218,8 @@ def merge_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
         key, sign, right = text.partition("=")
         if not sign or not key.strip():
             raise BadInput(f"override {shown(text)} must look like train.lr=0.1")
+        if not text.isprintable() and text.encode(errors="replace").decode() != text:
+            raise BadInput(f"override {shown(text)} is not UTF-8")
         assign(values, key.strip(), _value(right.strip()))
     return values
 

@@ -53,7 +53,7 @@ def load_plugin(path: Path | None) -> None:
 
 def _what(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
-        return f"line {error.lineno}: {error.msg}"
+        return f"line {error.lineno}: {type(error).__name__}: {error.msg}"
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for at, line in frames if str(at.f_globals.get("__name__")).startswith(PLUGIN)]
     where = f"line {lines[-1]}: " if lines else ""

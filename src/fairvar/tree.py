@@ -58,6 +58,17 @@ def weighted_sum(weights: Tensor, stacked: Tree) -> Tree:
     return tree_map(lambda x: torch.tensordot(weights.to(x.dtype), x, dims=1), stacked)
 
 
+def typed_as(mean: Tree, model: Tree) -> Tree:
+    """With the dtypes of another tree. Whole numbers (batch norm counts) are those below the mean,
+    of which a sum of shares may miss 1e-16: 0.9999999999999999 batches are one."""
+    found = {}
+    for name, leaf in model.items():
+        counts = mean[name].is_floating_point() and not leaf.is_floating_point()
+        value = (mean[name] + 1e-6).floor() if counts else mean[name]
+        found[name] = value.to(leaf.dtype)
+    return found
+
+
 def squared_norm(tree: Tree, batched: bool = False) -> Tensor:
     """‖tree‖² over all leaves; one number per leading index if `batched`."""
     start = 1 if batched else 0

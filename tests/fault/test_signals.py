@@ -16,6 +16,14 @@ AT_ONCE = ("fairvar: interrupted at once", "fairvar: interrupted")  # whichever 
 POLITELY = "fairvar: interrupted; the same command continues"
 SOON = 20.0  # seconds, on a machine that does other things too
 
+# What every plugin must do.
+REGISTERS = """
+import fairvar as fv
+
+@fv.register
+class Own(fv.Method, frozen=True, tag="own_for_signals"):
+    pass
+"""
 # In a worker: take every lock that processes share, and die with them, once.
 LOCKS_DIE = """
 import contextlib, gc, multiprocessing, os, pathlib, signal
@@ -60,7 +68,7 @@ def end_soon(children: Nursery, pid: int) -> End:
 def test_locks_that_die_with_a_worker_block_nobody(children, short, tmp_path):
     """The sweep used to wait for ever for the lock of an event that a dead worker held."""
     plugin, out = tmp_path / "plugin.py", tmp_path / "out"
-    plugin.write_text(LOCKS_DIE.format(mark=str(tmp_path / "mark")))
+    plugin.write_text(REGISTERS + LOCKS_DIE.format(mark=str(tmp_path / "mark")))
     command = ("sweep", short / "plan.toml", "--out", out, "--save-every", "3", "--no-batch")
     pid = children.start(*command, "--workers", "2", "--plugin", plugin)
     end = children.wait(pid)
@@ -138,7 +146,7 @@ def test_orphans_end_even_in_a_round_that_hangs(children, endless, tmp_path):
     """The parent was killed; its worker's main thread is stuck in a method."""
     plugin = tmp_path / "plugin.py"
     plugin.write_text(
-        "import multiprocessing, time\n"
+        REGISTERS + "import multiprocessing, time\n"
         "if multiprocessing.parent_process() is not None:\n"
         f"    open({str(tmp_path / 'stuck')!r}, 'w').close()\n"
         "    time.sleep(1000)\n"

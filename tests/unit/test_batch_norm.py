@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 
 from fairvar.errors import BadInput
 from fairvar.models import PlainBatchNorm, build, call, sample_weight_names, swap_batch_norm
-from fairvar.tree import Tree, expand, stack, tree_map
+from fairvar.tree import Tree, expand, stack, tree_map, typed_as, weighted_sum
 
 torch.set_num_threads(1)
 # torch's own forward mode imports something that it deprecates itself.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script.*deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script.*deprecated")
 
 SIZES = [5, 2, 7, 3]  # real samples of the four clients; the longest batch has no padding
 LONGEST = max(SIZES)
@@ -339,3 +339,18 @@ def test_mobilenet_vectorised_equals_the_loop() -> None:
             assert (gradients[name][i] - g).norm() < 1e-8 * largest, name
         for name, b in copies.items():
             assert torch.allclose(new[name][i].to(b.dtype), b, rtol=1e-8, atol=1e-10), name
+
+
+@pytest.mark.parametrize("clients", range(1, 60))
+def test_the_mean_of_equal_counts_is_that_count(clients: int) -> None:
+    """Shares may add up to 0.9999999999999999, on one machine or version of torch and not on
+    another: batch norm's counter then was 0 for ever."""
+    below = torch.full((clients,), 1 / clients, dtype=torch.float64) * (1 - 1e-15)
+    counts = {"n": torch.ones(clients, dtype=torch.int64), "x": torch.ones(clients)}
+    mean = weighted_sum(below, {k: v.double() for k, v in counts.items()})
+    found = typed_as(mean, {k: v[0] for k, v in counts.items()})
+    assert found["n"].dtype == torch.int64
+    assert int(found["n"]) == 1
+    assert found["x"].dtype == torch.float32
+    large = {"n": torch.tensor(2**62 + 1)}
+    assert torch.equal(typed_as(large, large)["n"], large["n"])  # what was no mean stays

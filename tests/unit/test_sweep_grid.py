@@ -134,10 +134,11 @@ def test_what_is_not_a_number_separates():
         "a word": ({"sweep": {"methods": ["aaggff"], "cdf": ["normal", "gumbel"]}}, [4, 4]),
         "zero switches curvature off": (
             {"sweep": {"methods": ["fairgrad"], "strength": [0.0, 0.1, 0.2]}}, [4, 8]),
-        "the same twice": ({"sweep": {"lr": [0.1, 0.1], "methods": ["afl"]}}, [2]),
     }  # fmt: skip
     for name, (sections, expected) in sizes.items():
         assert [len(g) for g in arrange(plan(**sections).cells)] == expected, name
+    cells = plan(sweep={"methods": ["afl"]}).cells
+    assert [len(g) for g in arrange([*cells, *cells])] == [4]  # the same twice
 
 
 def test_runs_with_some_clients_train_each_by_itself(tmp_path: Path):

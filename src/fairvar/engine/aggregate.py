@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Method, Replies
-from fairvar.tree import Tree, squared_norm, stack, subtract, weighted_sum
+from fairvar.tree import Tree, squared_norm, stack, subtract, typed_as, weighted_sum
 
 Limit = Callable[[Tensor], Tensor]  # the weights, none of them too large
 Combine = Callable[[Tensor, Tree], Tree]  # (weights, a tree with the clients first) → one tree
@@ -63,4 +63,4 @@ def aggregate(
 def _average(share: Tensor, stacked: Tree, combine: Combine) -> Tree:
     """In float64, whatever the buffers are: batch norm also counts."""
     mean = combine(share, {k: v.double() for k, v in stacked.items()})
-    return {k: v.to(stacked[k].dtype) for k, v in mean.items()}
+    return typed_as(mean, stacked)

@@ -24,7 +24,7 @@ from fairvar.engine.pooled import observed_losses, per_client
 from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Replies
-from fairvar.tree import Tree, add, scale, squared_norm, tree_map, weighted_sum
+from fairvar.tree import Tree, add, scale, squared_norm, tree_map, typed_as, weighted_sum
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,10 @@ def _client_gradients(run: Run, state: State, blocks: Blocks) -> tuple[Tensor, T
     loss = torch.zeros_like(run.share).index_add_(0, blocks.place, losses.double())
     if len(blocks.place) > len(run.ids):
         gradients = tree_map(lambda leaf: _by_client(run, blocks, leaf), gradients)
-    averaged = {
-        name: torch.tensordot(run.share[blocks.place], leaf.double(), dims=1).to(leaf.dtype)
-        for name, leaf in buffers.items()
-        if run.task.batch_norm
-    }
-    return loss, gradients, averaged or state.buffers
+    if not run.task.batch_norm:
+        return loss, gradients, state.buffers
+    wide = {name: leaf.double() for name, leaf in buffers.items()}
+    return loss, gradients, typed_as(weighted_sum(run.share[blocks.place], wide), buffers)
 
 
 def _by_client(run: Run, blocks: Blocks, leaf: Tensor) -> Tensor:

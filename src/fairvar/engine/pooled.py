@@ -21,7 +21,7 @@ from fairvar.engine.evaluate import client_losses, losses_of_some
 from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Method, Replies
-from fairvar.tree import Tree, add, scale
+from fairvar.tree import Tree, add, scale, typed_as
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class PooledPass:
                 self._differentiate(piece, losses, coefficients)
             elif waits:
                 self.waiting.append(losses)
-        self.buffers = {k: v.to(state.buffers[k].dtype) for k, v in self.buffers.items()}
+        self.buffers = typed_as(self.buffers, state.buffers)
 
     def gradients(self, coefficients: list[Tensor]) -> list[Tree]:
         """Σ_i c_i ∇f_i(x) for each vector c over the cohort. Only once: graphs are given up."""
@@ -121,7 +121,7 @@ class PooledPass:
 
 
 def _wide(buffer: Tensor) -> torch.dtype:
-    """Counters are averaged as floats and rounded afterwards."""
+    """Counters are averaged as floats (`typed_as`)."""
     return buffer.dtype if buffer.is_floating_point() else torch.float64
 
 

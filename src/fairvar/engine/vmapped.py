@@ -32,6 +32,7 @@ from fairvar.tree import (
     squared_norm,
     subtract,
     tree_map,
+    typed_as,
 )
 
 
@@ -112,7 +113,7 @@ def vmapped_round(run: Run, state: State, t: int, observe: Observer | None = Non
     loss = sent.full_loss if sent.full_loss is not None else batch_loss
     replies = Replies(loss, run.share, run.ids, run.clients)
     normaliser = method.normaliser(replies, norms, run.lr)
-    buffers = {k: sums.trees["buffers"][k].to(v.dtype) for k, v in state.buffers.items()}
+    buffers = typed_as(sums.trees["buffers"], state.buffers) if state.buffers else {}
     outcome = Outcome(
         update=divide(sums.trees["update"], normaliser),
         buffers=buffers,

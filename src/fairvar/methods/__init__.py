@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from fairvar.errors import BadInput
+from fairvar.errors import LONGEST, BadInput, plain
 from fairvar.methods.aaggff import AAggFF
 from fairvar.methods.afl import AFL
 from fairvar.methods.base import Method, Replies, Traffic
@@ -23,6 +23,10 @@ def register(kind: M) -> M:
     tag = kind.__struct_config__.tag
     if not isinstance(tag, str):
         raise BadInput(f'{kind.__name__} has no name; write class {kind.__name__}(..., tag="…")')
+    if any(plain(text) != text or len(text) > LONGEST for text in (tag, kind.title)):
+        raise BadInput(
+            f"tag and title of {kind.__name__} must be short and without control characters"
+        )
     if (taken := METHODS.get(tag)) is not None and _origin(taken) != _origin(kind):
         raise BadInput(
             f'the name "{tag}" belongs to {".".join(_origin(taken))}; '
