@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -27,6 +27,7 @@ class Command:
     def __init__(self) -> None:
         self.interrupted = False  # a KeyboardInterrupt was raised
         self.ending = self.told = False
+        self.kept: ExitStack | None = None  # handlers that outlive the command
         self._telling = threading.Lock()
 
     def end(self, message: str) -> None:
@@ -72,13 +73,18 @@ def command_signals() -> Iterator[Command]:
     arriving, sending = os.pipe()
     os.set_blocking(sending, False)
     threading.Thread(target=command.end_at_second, args=(arriving,), daemon=True).start()
-    before = signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
-    try:
-        with handled(command.interrupt):
+    with ExitStack() as undo:
+        undo.callback(os.close, sending)
+        undo.callback(
+            signal.set_wakeup_fd, signal.set_wakeup_fd(sending, warn_on_full_buffer=False)
+        )
+        undo.enter_context(handled(command.interrupt))
+        try:
             yield command
-    finally:
-        signal.set_wakeup_fd(before)
-        os.close(sending)
+        except SystemExit as stop:
+            if stop.code == INTERRUPTED:  # signals are heard until the process has ended
+                command.kept = undo.pop_all()
+            raise
 
 
 @contextmanager

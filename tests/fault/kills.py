@@ -16,7 +16,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nursery import End, Nursery, ends, sweep_bytes, workers_of, write_plan
+from nursery import (
+    End,
+    Nursery,
+    catches,
+    ends,
+    sweep_bytes,
+    wait_until,
+    workers_of,
+    write_plan,
+)
 
 GRID = "lr = [0.05, 0.2]\n"
 ROUNDS = 40
@@ -79,6 +88,7 @@ def disturb(
     """Signals at one folder, until its sweep is complete or has had enough of them."""
     for _ in range(KILLS_PER_FOLDER):
         pid = children.start(*arguments)
+        wait_until(lambda pid=pid: catches(pid, signal.SIGHUP))  # before, it is only Python
         time.sleep(seconds * draw.uniform(0.0, 0.7))
         sent = send(children, pid, draw)
         asked = time.monotonic()

@@ -163,6 +163,13 @@ def members(session: int) -> list[int]:
     return found
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal, from the process table."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = next(line.split()[1] for line in lines if line.startswith("SigCgt"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 def _die_in_save(doomed: str, step: str) -> None:
     """Die at once, as in a power cut, inside one step of writing one file."""
     from fairvar import store

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from nursery import PLAN, End, Nursery, ends, sweep_bytes, wait_until, workers_of
+from nursery import PLAN, End, Nursery, catches, ends, sweep_bytes, wait_until, workers_of
 
 AT_ONCE = ("fairvar: interrupted at once", "fairvar: interrupted")  # whichever thread is first
 POLITELY = "fairvar: interrupted; the same command continues"
@@ -161,13 +161,6 @@ def test_orphans_end_even_in_a_round_that_hangs(children, endless, tmp_path):
     assert gone
 
 
-def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal, from the process table."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    mask = next(line.split()[1] for line in lines if line.startswith("SigCgt"))
-    return bool(int(mask, 16) >> (number - 1) & 1)
-
-
 @pytest.mark.parametrize(("name", "delay"), [("SIGINT", 0.0), ("SIGTERM", 0.3), ("SIGINT", 0.6),
                                              ("SIGHUP", 1.0)])  # fmt: skip
 def test_a_signal_while_a_command_starts(name, delay, endless, tmp_path):
@@ -199,3 +192,24 @@ def test_an_ignored_signal_stays_ignored(endless, tmp_path):
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, f"{POLITELY}\n")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_signal_while_an_interrupted_command_ends(name, endless, tmp_path):
+    """Its line is told, and Python takes a while to end: still 130, and no second line."""
+    script = (
+        "import atexit, sys, time; atexit.register(time.sleep, 2)\n"
+        "from fairvar.cli import main; main(sys.argv[1:])"
+    )
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", script, *map(str, sweep(endless, out))]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: under_way(out))
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        time.sleep(0.3)
+        process.send_signal(getattr(signal, name))
+        rest = process.stderr.read()
+        process.wait(timeout=30)
+    assert (process.returncode, line, rest) == (130, f"{POLITELY}\n", "")
