@@ -37,9 +37,11 @@ from fairvar.identity import (
     RECORD,
     Identity,
     checkpoint_key,
+    code_of,
     data_sha256,
     identity_of,
     recorded_identity,
+    version_of,
 )
 from fairvar.models import build, load_weights
 from fairvar.records import FederationRecord, Partition, RunManifest, agree, check
@@ -400,11 +402,7 @@ class StoredRun:
         config = stored_config(folder / "config.toml", text)
         _check_same_run(folder, check(manifest, RunManifest), config)
         run = StoredRun(folder, config, manifest)
-        agree(
-            f"the run in {folder}",
-            settings=(run.identity.settings, config.fingerprint),
-            data=(run.identity.data, manifest["passport"].get("dataset_sha256")),
-        )
+        _check_identity(run)
         return run
 
     @cached_property
@@ -467,6 +465,18 @@ def _check_same_run(folder: Path, manifest: RunManifest, config: Config) -> None
         diverged_at=(manifest.diverged_at or 0, min(manifest.diverged_at or 0, rounds)),
     )
     check_same_data(folder, manifest.passport, config)
+
+
+def _check_identity(run: StoredRun) -> None:
+    """What the run computes, as far as its other records tell: copies and versions go by it."""
+    found, config = run.identity, run.config
+    agree(
+        f"the run in {run.folder}",
+        settings=(found.settings, config.fingerprint),
+        data=(found.data, run.manifest["passport"].get("dataset_sha256")),
+        version=(found.version, min(max(found.version, 1), version_of(config.method))),
+        code=(found.code is None, code_of(config) is None or RECORD not in run.manifest),
+    )
 
 
 def check_same_data(folder: Path, passport: Partition, config: Config) -> None:

@@ -33,6 +33,7 @@ from fairvar.methods.base import Method
 from fairvar.models import MODELS
 from fairvar.models.weights import read_tensors
 from fairvar.plugin import PluginLoader
+from fairvar.records import Sha256
 
 RECORD = "identity"  # in a manifest
 PLACES = ("FAIRVAR_DATA", "FAIRVAR_CACHE", "XDG_CACHE_HOME")  # where data sets are looked for
@@ -45,8 +46,8 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: str  # Config.fingerprint
     data: str | None  # SHA-256 of the data set; None where the settings make it or nodes keep it
     version: int = 1  # of the method
-    code: str | None = None  # SHA-256 of the code that is not fairvar's
-    deployed: str | None = None  # of what else decides the numbers of a run on real nodes
+    code: Sha256 | None = None  # SHA-256 of the code that is not fairvar's
+    deployed: Sha256 | None = None  # of what else decides the numbers of a run on real nodes
 
     @property
     def sha256(self) -> str:

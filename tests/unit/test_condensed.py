@@ -24,7 +24,7 @@ from fairvar.cli import main
 from fairvar.config import Config
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.experiment import StoredRun, Watch, federation_of, model_of, run_cell
+from fairvar.experiment import StoredRun, Watch, federation_of, model_of, run_cell, run_folder
 from fairvar.identity import identity_of
 from fairvar.plan import Plan
 from fairvar.report.condensed import ARCHIVE, LIST, condense, extract, unpacked, write_list
@@ -154,7 +154,7 @@ def test_an_archive_does_not_hide_the_runs_beside_it(
     assert len(stored_runs(tmp_path)) == before + 1
     assert later.fingerprint in {r.config.fingerprint for r in stored_runs(tmp_path)}
     assert check_files(tmp_path) == check_files(small) + 1
-    damaged = tmp_path / later.fingerprint[:16] / "config.toml"
+    damaged = run_folder(later, tmp_path) / "config.toml"
     damaged.write_bytes(damaged.read_bytes() + b"#")
     with pytest.raises(SystemExit) as end:
         main(["verify", str(tmp_path)])

@@ -393,7 +393,7 @@ REFUSED = [
     ("digits", {"fraction": 1.5}, "at most 1"),
     ("digits", {"fraction": float("nan")}, "above 0"),
     ("digits", {"fraction": 0.5, "samples": 5}, "not both"),
-    ("digits", {"samples": 0}, "use at least 1"),
+    ("digits", {"samples": 0}, "at least 1"),
     ("cifar10", {"fraction": 2}, "at most 1"),  # before the files are looked for
     ("cifar10", {"split": (2, 0, 0)}, "sum to 1"),
     ("digits", {"samples": 1798}, r"use 1 … 1797"),
