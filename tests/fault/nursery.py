@@ -291,6 +291,15 @@ def _wait(pid: int, words: Path, started: float, seconds: float) -> list[Any]:
     return [code, *(Path(f"{words}.{n}").read_text() for n in ("out", "err")), spent]
 
 
+def _signal(pid: int, number: int, whole: bool, started: Mapping[int, float]) -> None:
+    """Only to processes of commands that were started here: numbers of ended ones are used again,
+    by anybody on the machine."""
+    if whole and pid in started and members(pid):
+        os.killpg(pid, number)
+    elif not whole and os.getsid(pid) in started:
+        os.kill(pid, number)
+
+
 def _serve(folder: Path) -> None:
     from fairvar.plan import Plan
     from fairvar.sweep import run_sweep
@@ -312,8 +321,7 @@ def _serve(folder: Path) -> None:
             answer = pid
         elif "kill" in order:
             with suppress(ProcessLookupError):
-                send = os.killpg if order["whole"] else os.kill
-                send(order["kill"], order["number"])
+                _signal(order["kill"], order["number"], order["whole"], started)
         else:
             pid = order["wait"]
             answer = _wait(pid, folder / f"words-{pid}", started[pid], order["seconds"])

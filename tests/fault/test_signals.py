@@ -213,3 +213,14 @@ def test_a_signal_while_an_interrupted_command_ends(name, endless, tmp_path):
         rest = process.stderr.read()
         process.wait(timeout=30)
     assert (process.returncode, line, rest) == (130, f"{POLITELY}\n", "")
+
+
+def test_the_fork_server_signals_only_its_own(children):
+    """A number that belongs to somebody else by now must not be hit."""
+    with subprocess.Popen(["sleep", "30"], start_new_session=True) as stranger:
+        children.kill(stranger.pid, signal.SIGKILL)
+        children.kill(stranger.pid, signal.SIGKILL, whole=True)
+        time.sleep(0.2)
+        alive = stranger.poll() is None
+        stranger.kill()
+    assert alive
