@@ -493,6 +493,10 @@ def check_same_data(folder: Path, passport: Partition, config: Config) -> None:
     agree(folder, **{fact: pair for fact, pair in pairs.items() if pair[0] is not None})
 
 
+def _where_told(told: Sequence[int], known: Sequence[int] | None) -> list[int]:
+    return [size and one for size, one in zip(told, known or told, strict=False)]
+
+
 def _check_same_history(run: StoredRun, history: History) -> None:
     """The history is of this run: as many clients, samples and rounds, and it is whole."""
     facts, rounds = run.manifest, run.config.train.rounds
@@ -500,12 +504,15 @@ def _check_same_history(run: StoredRun, history: History) -> None:
     diverged = facts["diverged_at"]  # the last evaluation is missing if the run diverged
     whole = rounds if diverged is None else min(last, diverged, rounds - 1)
     samples = {split: counts.tolist() for split, counts in history.samples.items()}
+    sizes = facts["passport"].get("split_sizes") or samples
+    if Deployed.of(facts, run.folder) is not None:  # clients that never told their sizes have 0
+        sizes = {split: _where_told(counts, sizes.get(split)) for split, counts in samples.items()}
     counters = (history.exchanges, history.bytes_down, history.bytes_up)
     named = ("exchanges_per_client", "bytes_down_per_client", "bytes_up_per_client")
     agree(
         f"the history of the run in {run.folder}",
         clients=(history.loss.shape[1], run.config.data.clients),
-        samples=(samples, facts["passport"].get("split_sizes") or samples),
+        samples=(samples, sizes),
         last_round=(last, whole),
         traffic=(counters, tuple(facts[name] for name in named)),
     )
