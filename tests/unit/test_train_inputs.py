@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import warnings
@@ -399,7 +400,7 @@ def test_few_clients(method: fv.Method, clients: int, engine: str) -> None:
     history = fv.train("multinomial", data, method, rounds=3, engine=engine)
     finite(history)
     if clients == 1:
-        assert history.fairness().variance_over_clients == 0
+        assert math.isnan(history.fairness().variance_over_clients)  # of one client
 
 
 @by_label
