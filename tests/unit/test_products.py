@@ -16,6 +16,9 @@ LAYERS = {
     "oblong": nn.Conv2d(1, 2, (2, 4), padding=(1, 0)),
 }
 
+# torch's own first use of forward-mode differentiation
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script.*deprecated")
+
 
 def _stacked(layer: nn.Module, clients: int = 3) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(1)
