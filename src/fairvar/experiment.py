@@ -37,7 +37,6 @@ from fairvar.identity import (
     RECORD,
     Identity,
     checkpoint_key,
-    code_of,
     data_sha256,
     identity_of,
     recorded_identity,
@@ -475,7 +474,6 @@ def _check_identity(run: StoredRun) -> None:
         settings=(found.settings, config.fingerprint),
         data=(found.data, run.manifest["passport"].get("dataset_sha256")),
         version=(found.version, min(max(found.version, 1), version_of(config.method))),
-        code=(found.code is None, code_of(config) is None or RECORD not in run.manifest),
     )
 
 
