@@ -12,9 +12,10 @@ import torch
 from msgspec.structs import replace
 
 from fairvar.engine.train import run_rounds
-from fairvar.experiment import StoredRun, federation_of, model_of
+from fairvar.experiment import federation_of, model_of
 from fairvar.history import History
 from fairvar.report.gather import stored_runs
+from fairvar.stored import StoredRun
 
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "cifar10"
 

@@ -25,12 +25,13 @@ from fairvar import rng
 from fairvar.config import Config
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.experiment import Deployed, StoredRun, federation_of, final_scores, model_of
+from fairvar.experiment import federation_of, model_of
 from fairvar.history import History
 from fairvar.identity import identity_of
 from fairvar.report.condensed import ARCHIVE, LIST, Condensed, extract, unpacked, write_list
 from fairvar.report.gather import places, stored_runs
 from fairvar.store import is_complete, verify
+from fairvar.stored import Deployed, StoredRun, final_scores
 
 
 class Tolerance(NamedTuple):

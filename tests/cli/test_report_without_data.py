@@ -12,6 +12,7 @@ from fairvar.errors import IntegrityError
 from fairvar.experiment import Watch, run_cell
 from fairvar.plan import Plan
 from fairvar.report.gather import stored_runs
+from fairvar.stored import recorded_federation
 
 PLAN = {
     "data": {"name": "digits", "clients": 6},
@@ -41,4 +42,4 @@ def test_a_damaged_record_is_named(tmp_path):
     content[len(content) // 2] ^= 1
     record.write_bytes(bytes(content))
     with pytest.raises(IntegrityError, match=record.name):
-        experiment.recorded_federation(stored_runs(tmp_path)[0])
+        recorded_federation(stored_runs(tmp_path)[0])

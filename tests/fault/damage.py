@@ -14,7 +14,6 @@ import json
 import lzma
 import os
 import random
-import resource
 import shutil
 import struct
 import tarfile
@@ -34,7 +33,7 @@ from fairvar.config import Config
 from fairvar.data import sources
 from fairvar.data.idx import read_idx
 from fairvar.errors import BadInput, FairvarError, IntegrityError
-from fairvar.experiment import StoredRun, recorded_federation
+from fairvar.memory import peak_bytes, reset_peak
 from fairvar.models.weights import read_tensors
 from fairvar.report.condensed import ARCHIVE, LIST, unpacked
 from fairvar.report.gather import gather
@@ -42,6 +41,7 @@ from fairvar.report.render import render
 from fairvar.report.show import run_table
 from fairvar.report.write import group_table
 from fairvar.store import MANIFEST, seal
+from fairvar.stored import StoredRun, recorded_federation
 from fairvar.verify import check_files
 
 # What a field of a record may be replaced with.
@@ -209,7 +209,8 @@ class Tally:
 
 def attempt(read: Callable[[], Any], expected: Any, tally: Tally, sealed: bool, what: str) -> None:
     """Read once; the error must be one line, and a sealed input must not give another result."""
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    reset_peak()
+    before, start = peak_bytes() or 0, time.perf_counter()
     tally.tried += 1
     try:
         found = read()
@@ -228,8 +229,8 @@ def attempt(read: Callable[[], Any], expected: Any, tally: Tally, sealed: bool, 
         if sealed and not same:
             tally.wrong.append(f"{what}: read, but not what was written")
     tally.slowest = max(tally.slowest, time.perf_counter() - start)
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    tally.megabytes = max(tally.megabytes, grown / 1024)
+    grown = (peak_bytes() or 0) - before
+    tally.megabytes = max(tally.megabytes, grown / 2**20)
 
 
 def equal(a: Any, b: Any) -> bool:

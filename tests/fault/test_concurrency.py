@@ -11,9 +11,10 @@ from nursery import Nursery, run_folders, sweep_bytes
 
 from fairvar import experiment
 from fairvar.errors import BadInput
-from fairvar.experiment import StoredRun, Watch, run_cell, run_folder
+from fairvar.experiment import Watch, run_cell, run_folder
 from fairvar.plan import Plan
 from fairvar.report.gather import gather, stored_runs
+from fairvar.stored import StoredRun
 
 
 @pytest.mark.slow

@@ -19,12 +19,12 @@ from fairvar.cli import main
 from fairvar.config import Config, merge_overrides
 from fairvar.data import sources
 from fairvar.errors import BadInput, FairvarError, IntegrityError
-from fairvar.experiment import StoredRun
 from fairvar.plan import Plan
 from fairvar.plugin import load_plugin
 from fairvar.report.condensed import condense, extract
 from fairvar.report.gather import gather
 from fairvar.store import MANIFEST, seal
+from fairvar.stored import StoredRun
 from fairvar.sweep import run_sweep
 from fairvar.verify import check_files
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +44,7 @@ from fairvar.federated.run import Agreement, Federated, federate
 from fairvar.federated.settings import FederationSettings
 from fairvar.flower.grid import GridTransport
 from fairvar.flower.wire import ARRAYS, FACTS, HELLO, KINDS, from_records, to_records
+from fairvar.memory import peak_bytes
 
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1  # as Flower does
 LIAR = 2  # the client that is hostile
@@ -498,7 +498,7 @@ def main() -> None:
     tried = [campaign(m, e, options.seed, options.count) for m in METHODS for e in EXCHANGES]
     done = [sent for sent in tried if sent is not None]
     came = sum(len(sent.came_through) for sent in done)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    peak = (peak_bytes() or 0) >> 20
     total = {"kinds": len(kinds()), "replies": sum(s.replies for s in done), "came_through": came,
              "peak_megabytes": peak, "seed": options.seed}  # fmt: skip
     if options.json:

@@ -27,4 +27,4 @@ def test_hostile_replies_are_left_out_and_change_nothing() -> None:
     assert found["came_through"] == 0, [c for c in found["campaigns"] if c["came_through"]]
     assert found["kinds"] > 200
     assert found["replies"] == 6 * (8 * 3 + 2)  # two of the eight methods probe
-    assert found["peak_megabytes"] < 1000  # torch and Flower alone take 400
+    assert 100 < found["peak_megabytes"] < 1000  # torch and Flower alone take 400

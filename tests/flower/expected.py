@@ -12,11 +12,12 @@ import torch
 from deployment import Deployment
 
 import fairvar as fv
-from fairvar.experiment import StoredRun, federation_of
+from fairvar.experiment import federation_of
 from fairvar.federated.local import LocalTransport, local_clients
 from fairvar.federated.messages import Message
 from fairvar.federated.run import federate
 from fairvar.flower.setup import Setup, read_setup
+from fairvar.stored import StoredRun
 
 
 def setup_of(deployed: Deployment, **changes: object) -> Setup:

@@ -25,7 +25,7 @@ import fairvar as fv
 from checks import METHODS, OPTIONS
 from fairvar.archive import pack_checkpoint, unpack_checkpoint
 from fairvar.cli import main
-from fairvar.experiment import StoredRun, Watch, federation_of, model_of, run_cell
+from fairvar.experiment import Watch, federation_of, model_of, run_cell
 from fairvar.federated import notes
 from fairvar.flower import client_app, grid, server
 from fairvar.flower.client import node_data
@@ -36,6 +36,7 @@ from fairvar.methods.base import Method
 from fairvar.report.gather import gather
 from fairvar.report.write import group_table
 from fairvar.store import read_checkpoints, write_checkpoint
+from fairvar.stored import StoredRun
 from fairvar.verify import draw as draw_runs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower_app"

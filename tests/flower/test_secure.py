@@ -27,7 +27,7 @@ from grids import InProcessGrid, Spoil
 from test_in_process import _error, run, run_config
 
 import fairvar as fv
-from fairvar.experiment import StoredRun, federation_of
+from fairvar.experiment import federation_of
 from fairvar.federated.local import LocalTransport, local_clients
 from fairvar.federated.messages import Message as Plain
 from fairvar.federated.run import federate
@@ -36,6 +36,7 @@ from fairvar.flower.secure import MODULUS, UNREADABLE, quantisation
 from fairvar.flower.server import run_on
 from fairvar.flower.setup import read_setup
 from fairvar.methods.base import Memory, Method, Replies
+from fairvar.stored import StoredRun
 
 ON = {"secure-aggregation": True}
 STEP = 2 * 8.0 / quantisation(5)  # of the default clipping_range, for five clients

@@ -24,13 +24,14 @@ from fairvar.cli import main
 from fairvar.config import Config
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.experiment import StoredRun, Watch, federation_of, model_of, run_cell, run_folder
+from fairvar.experiment import Watch, federation_of, model_of, run_cell, run_folder
 from fairvar.identity import identity_of
 from fairvar.plan import Plan
 from fairvar.report.condensed import ARCHIVE, LIST, condense, extract, unpacked, write_list
 from fairvar.report.gather import gather, stored_runs
 from fairvar.report.write import write_report
 from fairvar.select import Criterion
+from fairvar.stored import StoredRun
 from fairvar.sweep import run_sweep
 from fairvar.verify import (
     NARROW,

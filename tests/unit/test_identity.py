@@ -24,7 +24,7 @@ from fairvar import cli, identity
 from fairvar.config import Config
 from fairvar.data import cache, dataset_sha256, sources
 from fairvar.errors import BadInput, FairvarError, IntegrityError
-from fairvar.experiment import StoredRun, Watch, federation_of, model_of, run_cell, run_folder
+from fairvar.experiment import Watch, federation_of, model_of, run_cell, run_folder
 from fairvar.identity import Identity, code_sha256, identity_of, trial_key
 from fairvar.methods import METHODS, FedAvg, Method, register
 from fairvar.plan import Plan
@@ -33,6 +33,7 @@ from fairvar.report.gather import gather, stored_runs
 from fairvar.report.overview import overviews
 from fairvar.report.write import group_names, group_table
 from fairvar.store import MANIFEST, seal
+from fairvar.stored import StoredRun
 from fairvar.sweep import run_sweep
 from fairvar.verify import rerun
 

@@ -23,6 +23,7 @@ from fairvar.experiment import Interrupted, Watch, missing, run_cell, run_folder
 from fairvar.groups import arrange, kind, run_group
 from fairvar.plan import Plan
 from fairvar.store import MANIFEST, SLOTS, pack_files, unpack_files
+from fairvar.stored import StoredRun
 from fairvar.sweep import crowding, project, run_sweep, shard
 from fairvar.workers import device_for
 
@@ -313,7 +314,7 @@ def test_one_that_diverges_does_not_disturb_the_others(engine, calm, tmp_path):
     run_sweep(cells, tmp_path, quiet)
     assert {k: v for k, v in contents(tmp_path).items() if k in calm}.items() <= calm.items()
     for cell in cells:
-        found = experiment.StoredRun.open(run_folder(cell, tmp_path)).manifest
+        found = StoredRun.open(run_folder(cell, tmp_path)).manifest
         assert (found["diverged_at"] is not None) == (cell.train.lr == 1e9)
 
 

@@ -13,9 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
+
+from fairvar.memory import peak_bytes, reset_peak, resident_bytes
 
 Work = Callable[[], object]
 FEWEST_TURNS = 3
@@ -25,7 +26,6 @@ SLICE_OF_SLOWEST = 0.05  # … and so is work much shorter than the slowest, whi
 MOST_CALLS = 20
 SETTLING = 2  # first calls on CUDA: the engine computes one round and records the second
 PATIENCE = 1.5  # seconds: a plain loop that takes as long is not called more often than needed
-STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
@@ -151,14 +151,14 @@ class PeakMemory(contextlib.AbstractContextManager["PeakMemory"]):
             self.before: int | None = torch.cuda.memory_allocated(self.device)
         else:
             _give_back()
-            self.before = _resident("VmRSS") if _forget_peak() else None
+            self.before = resident_bytes() if reset_peak() else None
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.before is None:
             return
         cuda = self.device.type == "cuda"
-        self.total = torch.cuda.max_memory_allocated(self.device) if cuda else _resident("VmHWM")
+        self.total = torch.cuda.max_memory_allocated(self.device) if cuda else peak_bytes()
         self.bytes = None if self.total is None else max(0, self.total - self.before)
 
 
@@ -167,22 +167,6 @@ def _give_back() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError, OSError):  # not every C library has it
             ctypes.CDLL(None).malloc_trim(0)
-
-
-def _forget_peak() -> bool:
-    try:
-        RESET.write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def _resident(what: str) -> int | None:
-    with contextlib.suppress(OSError):
-        for line in STATUS.read_text().splitlines():
-            if line.startswith(what):
-                return int(line.split()[1]) * 1024
-    return None
 
 
 def in_precision(work: Work, device: torch.device, precision: str) -> Work:

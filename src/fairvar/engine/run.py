@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,14 +18,10 @@ from fairvar.engine.linear_steps import StepPlan
 from fairvar.engine.participation import Participation
 from fairvar.engine.task import Task
 from fairvar.federation import Federation
+from fairvar.memory import peak_bytes
 from fairvar.methods.base import Method
 from fairvar.models.twice import twice_differentiable
 from fairvar.tree import Tree, size
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None  # type: ignore[assignment]
 
 # Clients are vectorised in whole tiles. Calls narrower than this make torch choose other kernels on
 # the CPU, and the last bits of float32 results then depend on how the work was cut (measured).
@@ -224,10 +219,8 @@ def peak_megabytes(device: torch.device) -> int | None:
     """The most memory that this process has held so far: on the GPU if it uses one."""
     if device.type == "cuda":
         return round(torch.cuda.max_memory_reserved(device) / 1e6)
-    if resource is None:
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6)
+    peak = peak_bytes()
+    return None if peak is None else round(peak / 1e6)
 
 
 def _itemsize(params: Tree) -> int:

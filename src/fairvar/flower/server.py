@@ -25,14 +25,7 @@ from fairvar.archive import pack_checkpoint, unpack_checkpoint
 from fairvar.engine.state import DoesNotFit, State
 from fairvar.engine.train import Checkpoint
 from fairvar.errors import BadInput, IntegrityError, RunFailed
-from fairvar.experiment import (
-    Deployed,
-    StoredRun,
-    federation_of,
-    record_federation,
-    run_files,
-    store_run,
-)
+from fairvar.experiment import federation_of, record_federation, run_files, store_run
 from fairvar.federated.guard import Refusal
 from fairvar.federated.notes import Notes, RoundNote
 from fairvar.federated.run import Federated, check_start, federate, first_state
@@ -59,6 +52,7 @@ from fairvar.store import (
     write_checkpoint,
     write_text,
 )
+from fairvar.stored import Deployed, StoredRun
 from fairvar.tree import Tree
 
 LOG = logging.getLogger("flwr.fairvar")

@@ -32,7 +32,6 @@ from safetensors.numpy import save
 from fairvar.archive import condensed_history, load_tensors
 from fairvar.config import Config
 from fairvar.errors import IntegrityError, RunFailed
-from fairvar.experiment import StoredRun, check_same_data, stored_config
 from fairvar.files import MOST_ARCHIVE, digest, open_regular
 from fairvar.identity import RECORD, Identity, recorded_identity
 from fairvar.records import ArchiveList, EntryName, Model, SummaryManifest, agree, check
@@ -48,6 +47,7 @@ from fairvar.store import (
     with_manifest,
     write_bytes,
 )
+from fairvar.stored import StoredRun, check_same_data, stored_config
 
 if TYPE_CHECKING:
     from fairvar.report.gather import Group

@@ -14,7 +14,6 @@ from fairvar.archive import condensed_history
 from fairvar.config import Config
 from fairvar.data import Dirichlet
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.experiment import Deployed, StoredRun, recorded_federation
 from fairvar.identity import group_key, trial_key
 from fairvar.methods import METHODS
 from fairvar.report.condensed import Condensed, unpacked
@@ -22,6 +21,7 @@ from fairvar.report.results import Result, choose, validated
 from fairvar.report.trial import Summary, Trial
 from fairvar.select import Criterion
 from fairvar.store import is_complete, read_sealed
+from fairvar.stored import Deployed, StoredRun, recorded_federation
 
 Rule = Callable[[Config], Criterion]
 Piece = StoredRun | Condensed

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from fairvar.errors import BadInput
-from fairvar.experiment import StoredRun
 from fairvar.history import History
 from fairvar.identity import Identity
 from fairvar.methods.base import Method
 from fairvar.metrics import Fairness
 from fairvar.select import Curve, Validation
+from fairvar.stored import StoredRun
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fairvar.errors import BadInput, unknown
-from fairvar.experiment import StoredRun
 from fairvar.report.beside import federation_name
 from fairvar.report.gather import Group, gather
 from fairvar.report.paired import Late, Paired, compare, compare_rounds
 from fairvar.report.results import late_rounds
 from fairvar.report.table import UNDEFINED
 from fairvar.store import is_complete
+from fairvar.stored import StoredRun
 
 SHOWN = 5  # clients listed on either side
 MODELS = ("global", "local")
