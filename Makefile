@@ -49,7 +49,7 @@ check: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/fairvar bench
+	$(BIN)/python benchmarks/bench.py
 
 # Other cases with SEED=1; a part with tools/soak.py --only kills --count 20.
 SEED ?= 0

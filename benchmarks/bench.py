@@ -1,8 +1,9 @@
-"""`fairvar bench` out of a checkout, for machines on which fairvar is not installed.
+"""Speed of a round compared with plain client loops, as ratios.
 
-    python benchmarks/bench.py --device cuda --out bench
+    python benchmarks/bench.py --help
 
-Packages that the machine lacks are looked for in the folder .carry; README.md says how to fill it.
+It also runs where fairvar is not installed: packages that the machine lacks are then looked for in
+the folder .carry; README.md says how to fill it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
-    sys.path.insert(0, str(ROOT / "src"))
+    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]
     sys.path.append(str(ROOT / ".carry"))  # what is installed goes first: it fits this Python
     from fairvar.cli import main as fairvar
 
-    fairvar(["bench", *sys.argv[1:]])
+    fairvar(sys.argv[1:], "fairvar_bench.command")
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ from statistics import median
 
 import torch
 
-from fairvar.config import Config
 from fairvar.engine import task
 from fairvar.engine.train import run_rounds
-from fairvar.experiment import federation_of, model_of
+from fairvar.runs.config import Config
+from fairvar.runs.runner import federation_of, model_of
 
 METHODS = (
     {"name": "fedavg"}, {"name": "afl"}, {"name": "qffl"}, {"name": "aaggff"},

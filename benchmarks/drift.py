@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
+from fairvar.engine.history import History
 from fairvar.engine.train import run_rounds
-from fairvar.experiment import federation_of, model_of
-from fairvar.history import History
 from fairvar.report.gather import stored_runs
-from fairvar.stored import StoredRun
+from fairvar.runs.runner import federation_of, model_of
+from fairvar.runs.stored import StoredRun
 
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "cifar10"
 

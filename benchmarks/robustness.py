@@ -29,15 +29,15 @@ import torch
 from torch import Tensor
 
 import fairvar as fv
+from fairvar.deploy.client import Client
+from fairvar.deploy.guard import median_length
+from fairvar.deploy.local import LocalTransport, local_clients
+from fairvar.deploy.messages import GRADIENT, LOSS, MODEL, Message, grouped
+from fairvar.deploy.robust import liars_among, mean_loss
+from fairvar.deploy.run import Agreement, Federated, federate
+from fairvar.deploy.server import MEMORY
+from fairvar.deploy.settings import OFF, FederationSettings
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
-from fairvar.federated.client import Client
-from fairvar.federated.guard import median_length
-from fairvar.federated.local import LocalTransport, local_clients
-from fairvar.federated.messages import GRADIENT, LOSS, MODEL, Message, grouped
-from fairvar.federated.robust import liars_among, mean_loss
-from fairvar.federated.run import Agreement, Federated, federate
-from fairvar.federated.server import MEMORY
-from fairvar.federated.settings import OFF, FederationSettings
 from fairvar.tree import Tree, add, scale, squared_norm, subtract, tree_map
 
 METHODS: dict[str, fv.Method] = {

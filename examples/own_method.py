@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import fairvar as fv
-from fairvar.checked import NonNegative
 from fairvar.testing import check_method
+from fairvar.validation import NonNegative
 
 
 @fv.register

@@ -120,8 +120,8 @@ def _runs(folder: Path) -> Path:
     """A small sweep to damage."""
     from nursery import write_plan
 
-    from fairvar.plan import Plan
-    from fairvar.sweep import run_sweep
+    from fairvar.runs.plan import Plan
+    from fairvar.runs.sweep import run_sweep
 
     digits = ("data.name=digits", "partition.name=dirichlet", "partition.alpha=1.0")
     plan = Plan.load(write_plan(folder, 9), digits)
@@ -133,8 +133,8 @@ def _stored(folder: Path) -> list[Any]:
     """A reader of every kind of file, each limited in time."""
     import damage
 
-    from fairvar.report.condensed import condense
     from fairvar.report.gather import gather
+    from fairvar.runs.archive import condense
 
     runs = _runs(folder)
     condense(gather(runs), folder / "condensed")

@@ -11,11 +11,11 @@ from fairvar.data import (
     build_federation,
     load_federation,
 )  # fmt: skip
+from fairvar.data.federation import Federation
+from fairvar.engine.history import History
 from fairvar.engine.state import State
 from fairvar.engine.train import train
 from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
-from fairvar.federation import Federation
-from fairvar.history import History
 from fairvar.methods import (
     AFL,
     METHODS,

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from fairvar.data import logistic
+from fairvar.data.federation import Federation
+from fairvar.engine.history import History
 from fairvar.engine.state import State
 from fairvar.engine.train import train
 from fairvar.errors import BadInput
-from fairvar.federation import Federation
-from fairvar.history import History
 from fairvar.methods import METHODS, Method, Replies
 from fairvar.models import build
 

@@ -79,7 +79,6 @@ BAD: dict[str, tuple[list[str], str]] = {
             ("verify", "empty"): ("--rerun", "--evaluations", "--seed"),
             ("report", "empty"): ("--m",),
             ("condense", "empty", "--out", "o"): ("--m",),
-            ("bench",): ("--clients", "--batch", "--repeat", "--seconds", "--threads"),
             ("flower", "keys", "k", "--host", "h"): ("--nodes",),
             ("flower", "keys", "k", "--host", "h", "--nodes", "1"): ("--days",),
         }.items()
@@ -89,8 +88,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     **{
         f"{flag} 0": ([*command, flag, "0"], flag)
         for command, flags in [(["demo"], ["--workers", "--seeds", "--rounds", "--alpha"]),
-                               (["sweep", MNIST], ["--workers", "--save-every"]),
-                               (["bench"], ["--threads", "--seconds"])]
+                               (["sweep", MNIST], ["--workers", "--save-every"])]
         for flag in flags
     },
     "half a seed": (["demo", "--seeds", "1.5"], "whole number"),
@@ -115,7 +113,6 @@ BAD: dict[str, tuple[list[str], str]] = {
     "choice": (["run", QUICK, 'evaluate.splits=["valdi"]'], "known are test, train, valid"),
     "device meta": (["run", QUICK, "train.device=meta"], "train.device"),
     "device unknown": (["run", QUICK, "train.device=tpu"], "cuda"),
-    "device of verify": (["bench", "--device", "meta"], "device"),
     "threads": (["run", QUICK, "train.threads=1000000000"], "train.threads"),
     "override of bytes": (["run", QUICK, "data.clients=\udcff"], "UTF-8"),
     "override of bytes in a sweep": (["sweep", MNIST, "sweep.seeds=\udcff"], "UTF-8"),
@@ -232,7 +229,7 @@ UNEXPECTED = {
 @pytest.mark.parametrize("case", UNEXPECTED)
 def test_whatever_is_raised_is_one_line(case: str, folder: Path, capsys, monkeypatch) -> None:
     error, expected, mentioned = UNEXPECTED[case]
-    monkeypatch.setattr("fairvar.config.Config.load", raising(error))
+    monkeypatch.setattr("fairvar.runs.config.Config.load", raising(error))
     code, out, err = call(capsys, "run", QUICK, "--json")
     assert (code, out) == (expected, "")
     (line,) = err.splitlines()
@@ -408,7 +405,7 @@ def test_partition_draws_every_federation_of_a_sweep(folder: Path, capsys) -> No
 
 
 WORDS = ["run", "sweep", "report", "demo", "data", "list", "fetch", "verify", "partition",
-         "compare", "condense", "theory", "example", "flower", "new", "bench", "--json", "--dry",
+         "compare", "condense", "theory", "example", "flower", "new", "--json", "--dry",
          "--out", "--seeds", "--workers", "--t", "--m", "--unit", "--plugin", "--scale", "--shard",
          "--budget", "--", "-", "-x", "--=", "=", "=1", "", "0", "-1", "1e400", "nan", "[", "]",
          "[/x]", "\x1b[31m", "\0", "ü", "\udcff", "a" * 3000, "9" * 5000, "[" * 2000, QUICK, MNIST,
@@ -422,7 +419,7 @@ def test_300_random_argument_lists(folder: Path, capsys) -> None:
     for number in range(300):
         draw = random.Random(number)
         arguments = draw.choices(WORDS, k=draw.randrange(1, 6))
-        if arguments[0] in ("demo", "bench", "theory") or "flower" in arguments:
+        if arguments[0] in ("demo", "theory") or "flower" in arguments:
             arguments.append("--bad-option")
         if arguments[0] in ("run", "sweep"):
             arguments.append("train.rounds=0")

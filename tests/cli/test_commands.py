@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fairvar import cli
-from fairvar.demo import demo_plan
-from fairvar.experiment import Watch, run_cell
+from fairvar.cli.demo import demo_plan
+from fairvar.runs.runner import Watch, run_cell
 
 QUICK = str(Path(__file__).parents[2] / "configs" / "quick.toml")
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-import fairvar.experiment as experiment
+import fairvar.runs.runner as experiment
 from fairvar import cli
 from fairvar.errors import IntegrityError
-from fairvar.experiment import Watch, run_cell
-from fairvar.plan import Plan
 from fairvar.report.gather import stored_runs
-from fairvar.stored import recorded_federation
+from fairvar.runs.plan import Plan
+from fairvar.runs.runner import Watch, run_cell
+from fairvar.runs.stored import recorded_federation
 
 PLAN = {
     "data": {"name": "digits", "clients": 6},

@@ -13,11 +13,11 @@ from test_engines import TOLERANCE_64, WORK, paths, run
 from torch import Tensor
 
 from checks import distance, images
+from fairvar.deploy.local import LocalTransport, local_clients
+from fairvar.deploy.run import Agreement, federate
+from fairvar.deploy.settings import FederationSettings
 from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
-from fairvar.federated.local import LocalTransport, local_clients
-from fairvar.federated.run import Agreement, federate
-from fairvar.federated.settings import FederationSettings
 from fairvar.methods.base import LossData, Memory, Method, Replies
 from fairvar.testing import CLAUSES
 

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fairvar as fv
 from checks import METHODS, OPTIONS, distance, images, same_bytes
-from fairvar.archive import pack_checkpoint, unpack_checkpoint
 from fairvar.engine.batches import Cohort, Schedule
 from fairvar.engine.captured import RECORDINGS
 from fairvar.engine.grid import Member, train_grid, trains_together
 from fairvar.engine.run import Run
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.train import Checkpoint, prepare, run_rounds
+from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
 from fairvar.tree import squared_norm, subtract
 
 CLIENTS = 10

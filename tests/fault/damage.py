@@ -28,21 +28,21 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from fairvar.archive import unpack_checkpoint
-from fairvar.config import Config
 from fairvar.data import sources
 from fairvar.data.idx import read_idx
 from fairvar.errors import BadInput, FairvarError, IntegrityError
-from fairvar.memory import peak_bytes, reset_peak
 from fairvar.models.weights import read_tensors
-from fairvar.report.condensed import ARCHIVE, LIST, unpacked
 from fairvar.report.gather import gather
 from fairvar.report.render import render
 from fairvar.report.show import run_table
 from fairvar.report.write import group_table
-from fairvar.store import MANIFEST, seal
-from fairvar.stored import StoredRun, recorded_federation
-from fairvar.verify import check_files
+from fairvar.runs.archive import ARCHIVE, LIST, unpacked
+from fairvar.runs.config import Config
+from fairvar.runs.serialize import unpack_checkpoint
+from fairvar.runs.store import MANIFEST, seal
+from fairvar.runs.stored import StoredRun, recorded_federation
+from fairvar.runs.verify import check_files
+from fairvar.system.memory import peak_bytes, reset_peak
 
 # What a field of a record may be replaced with.
 NONSENSE: tuple[Any, ...] = (

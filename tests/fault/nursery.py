@@ -172,7 +172,7 @@ def catches(pid: int, number: int) -> bool:
 
 def _die_in_save(doomed: str, step: str) -> None:
     """Die at once, as in a power cut, inside one step of writing one file."""
-    from fairvar import store
+    from fairvar.runs import store
 
     replace, fsync, sync_folder = os.replace, os.fsync, store._sync_folder
     writing = False
@@ -227,8 +227,9 @@ def _die_in_save(doomed: str, step: str) -> None:
 
 def _log_computed(path: str) -> None:
     """Note every cell that was computed to its end, in a file that appends whole lines."""
-    from fairvar import experiment, groups
-    from fairvar.identity import identity_of
+    from fairvar.runs import batch as groups
+    from fairvar.runs import runner as experiment
+    from fairvar.runs.identity import identity_of
 
     alone, together = experiment.compute, groups.compute_group
 
@@ -301,8 +302,8 @@ def _signal(pid: int, number: int, whole: bool, started: Mapping[int, float]) ->
 
 
 def _serve(folder: Path) -> None:
-    from fairvar.plan import Plan
-    from fairvar.sweep import run_sweep
+    from fairvar.runs.plan import Plan
+    from fairvar.runs.sweep import run_sweep
 
     # The first round of each kind imports and builds things: do that once, here.
     with tempfile.TemporaryDirectory() as name:

@@ -9,12 +9,12 @@ import pytest
 from filelock import FileLock
 from nursery import Nursery, run_folders, sweep_bytes
 
-from fairvar import experiment
 from fairvar.errors import BadInput
-from fairvar.experiment import Watch, run_cell, run_folder
-from fairvar.plan import Plan
 from fairvar.report.gather import gather, stored_runs
-from fairvar.stored import StoredRun
+from fairvar.runs import runner as experiment
+from fairvar.runs.plan import Plan
+from fairvar.runs.runner import Watch, run_cell, run_folder
+from fairvar.runs.stored import StoredRun
 
 
 @pytest.mark.slow

@@ -20,10 +20,10 @@ from nursery import KEPT, run_bytes
 from safetensors.torch import load, save
 
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.experiment import Interrupted, Watch, run_cell, run_folder
-from fairvar.plan import Plan
 from fairvar.report.gather import gather
-from fairvar.store import (
+from fairvar.runs.plan import Plan
+from fairvar.runs.runner import Interrupted, Watch, run_cell, run_folder
+from fairvar.runs.store import (
     MANIFEST,
     SLOTS,
     read_checkpoints,
@@ -31,7 +31,7 @@ from fairvar.store import (
     verify,
     write_checkpoint,
 )
-from fairvar.stored import StoredRun, recorded_federation
+from fairvar.runs.stored import StoredRun, recorded_federation
 
 FLIPS, CUTS = 200, 60
 BOMB = zlib.compress(bytes(50_000_000), 9)  # a thousandth of that

@@ -16,17 +16,17 @@ import torch
 from safetensors.torch import load, save
 
 from fairvar.cli import main
-from fairvar.config import Config, merge_overrides
 from fairvar.data import sources
 from fairvar.errors import BadInput, FairvarError, IntegrityError
-from fairvar.plan import Plan
-from fairvar.plugin import load_plugin
-from fairvar.report.condensed import condense, extract
+from fairvar.methods.plugin import load_plugin
 from fairvar.report.gather import gather
-from fairvar.store import MANIFEST, seal
-from fairvar.stored import StoredRun
-from fairvar.sweep import run_sweep
-from fairvar.verify import check_files
+from fairvar.runs.archive import condense, extract
+from fairvar.runs.config import Config, merge_overrides
+from fairvar.runs.plan import Plan
+from fairvar.runs.store import MANIFEST, seal
+from fairvar.runs.stored import StoredRun
+from fairvar.runs.sweep import run_sweep
+from fairvar.runs.verify import check_files
 
 PLAN = {
     "name": "tiny",

@@ -26,7 +26,7 @@ from nursery import (
 from fairvar.report.gather import gather
 from fairvar.report.render import render
 from fairvar.report.write import FORMATS, group_table
-from fairvar.store import is_complete, read_checkpoints
+from fairvar.runs.store import is_complete, read_checkpoints
 
 TABLES = ("md", "csv", "tex")
 

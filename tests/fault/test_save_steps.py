@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from nursery import KEPT, STEPS, Nursery, run_bytes, run_folders, sweep_bytes, visible
 
-from fairvar import cli, store
+from fairvar import cli
 from fairvar.report.gather import stored_runs
-from fairvar.store import MANIFEST, is_complete, verify
+from fairvar.runs import store
+from fairvar.runs.store import MANIFEST, is_complete, verify
 
 FILES = (*KEPT, MANIFEST, "checkpoint-a", "checkpoint-b", "federation")
 ONE_RUN = ("sweep.seeds=1", 'sweep.methods=["afl"]')

@@ -14,16 +14,16 @@ from nursery import KEPT, run_bytes
 from safetensors.torch import load, save
 
 from checks import METHODS
-from fairvar import groups
-from fairvar.archive import pack_checkpoint, unpack_checkpoint
-from fairvar.config import Config
 from fairvar.errors import IntegrityError
-from fairvar.experiment import Interrupted, Watch, missing, run_cell, run_folder
-from fairvar.groups import arrange, run_group
-from fairvar.identity import checkpoint_key, identity_of
-from fairvar.plan import Plan
-from fairvar.records import RunManifest
-from fairvar.store import (
+from fairvar.runs import batch as groups
+from fairvar.runs.batch import arrange, run_group
+from fairvar.runs.config import Config
+from fairvar.runs.identity import checkpoint_key, identity_of
+from fairvar.runs.plan import Plan
+from fairvar.runs.records import RunManifest
+from fairvar.runs.runner import Interrupted, Watch, missing, run_cell, run_folder
+from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
+from fairvar.runs.store import (
     MANIFEST,
     SLOTS,
     inside,

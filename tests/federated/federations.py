@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import fairvar as fv
+from fairvar.deploy.client import Client
+from fairvar.deploy.local import Fault, LocalTransport, honest, local_clients
+from fairvar.deploy.run import Agreement, Federated, federate
+from fairvar.deploy.settings import FederationSettings
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
-from fairvar.federated.client import Client
-from fairvar.federated.local import Fault, LocalTransport, honest, local_clients
-from fairvar.federated.run import Agreement, Federated, federate
-from fairvar.federated.settings import FederationSettings
 
 TINY = 5  # clients
 # Clients remember nothing, and making one takes longer than asking it. (The data are kept too, so

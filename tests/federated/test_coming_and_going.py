@@ -13,12 +13,12 @@ from federations import tiny as data
 import fairvar as fv
 from checks import METHODS, OPTIONS
 from fairvar import rng
-from fairvar.archive import pack_checkpoint, unpack_checkpoint
+from fairvar.deploy.local import LocalTransport, local_clients
+from fairvar.deploy.messages import Message
+from fairvar.deploy.run import federate
+from fairvar.deploy.settings import FederationSettings
 from fairvar.engine.train import Checkpoint
-from fairvar.federated.local import LocalTransport, local_clients
-from fairvar.federated.messages import Message
-from fairvar.federated.run import federate
-from fairvar.federated.settings import FederationSettings
+from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
 
 CROSS_DEVICE = fv.AAggFF(setting="cross_device", variant="paper")
 

@@ -15,7 +15,7 @@ from federations import digits, reference, run
 
 import fairvar as fv
 from checks import METHODS, MODELS, OPTIONS, distance, images
-from fairvar.federated.messages import Message
+from fairvar.deploy.messages import Message
 
 TOLERANCE = 1e-12
 WORK: dict[str, dict] = {

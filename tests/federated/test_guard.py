@@ -19,9 +19,9 @@ from torch import Tensor
 
 import fairvar as fv
 from checks import METHODS
-from fairvar.federated.guard import Arrival, Expected, Reason, counted, limited_weights, sift
-from fairvar.federated.local import Fault
-from fairvar.federated.messages import LOSS, SAMPLES, Message, Stamp
+from fairvar.deploy.guard import Arrival, Expected, Reason, counted, limited_weights, sift
+from fairvar.deploy.local import Fault
+from fairvar.deploy.messages import LOSS, SAMPLES, Message, Stamp
 
 ROUNDS = 2
 Change = Callable[[Message], Sequence[Message]]

@@ -21,14 +21,14 @@ from torch import Tensor
 
 import fairvar as fv
 from checks import METHODS, MODELS, OPTIONS, images
-from fairvar.archive import pack_checkpoint, unpack_checkpoint
-from fairvar.federated.guard import Reason, median_length
-from fairvar.federated.local import Fault, LocalTransport, local_clients
-from fairvar.federated.messages import BUFFERS, GRADIENT, LOSS, MODEL, Message, grouped
-from fairvar.federated.robust import combination, liars_among, mean_loss
-from fairvar.federated.run import Federated, federate
-from fairvar.federated.server import MEMORY
-from fairvar.federated.settings import OFF, FederationSettings
+from fairvar.deploy.guard import Reason, median_length
+from fairvar.deploy.local import Fault, LocalTransport, local_clients
+from fairvar.deploy.messages import BUFFERS, GRADIENT, LOSS, MODEL, Message, grouped
+from fairvar.deploy.robust import combination, liars_among, mean_loss
+from fairvar.deploy.run import Federated, federate
+from fairvar.deploy.server import MEMORY
+from fairvar.deploy.settings import OFF, FederationSettings
+from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
 from fairvar.tree import Tree, add, scale, subtract, tree_map
 
 BARE = {"norm_bound": OFF, "mean_loss_bound": OFF}

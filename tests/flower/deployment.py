@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fairvar.flower.keys import make_keys
-from fairvar.flower.new import new_app
+from fairvar.deploy.flower.keys import make_keys
+from fairvar.deploy.flower.new import new_app
 
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {
@@ -31,8 +31,8 @@ PATIENT = """
 import time
 from pathlib import Path
 from flwr.clientapp import ClientApp
-from fairvar.flower import client_app
-from fairvar.flower.client import client_id
+from fairvar.deploy.flower import client_app
+from fairvar.deploy.flower.client import client_id
 from APP.model import make_model
 
 inner = client_app(make_model)

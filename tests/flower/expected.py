@@ -12,12 +12,12 @@ import torch
 from deployment import Deployment
 
 import fairvar as fv
-from fairvar.experiment import federation_of
-from fairvar.federated.local import LocalTransport, local_clients
-from fairvar.federated.messages import Message
-from fairvar.federated.run import federate
-from fairvar.flower.setup import Setup, read_setup
-from fairvar.stored import StoredRun
+from fairvar.deploy.flower.setup import Setup, read_setup
+from fairvar.deploy.local import LocalTransport, local_clients
+from fairvar.deploy.messages import Message
+from fairvar.deploy.run import federate
+from fairvar.runs.runner import federation_of
+from fairvar.runs.stored import StoredRun
 
 
 def setup_of(deployed: Deployment, **changes: object) -> Setup:

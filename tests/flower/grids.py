@@ -11,7 +11,7 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
-from fairvar.flower import client_app
+from fairvar.deploy.flower import client_app
 
 # Flower sets these in the processes that it starts.
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1

@@ -1,4 +1,4 @@
-"""`fairvar bench --case flower`: Flower's simulation runtime takes its turns beside the engine."""
+"""`benchmarks/bench.py --case flower`: Flower's simulation takes turns with the engine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ pytest.importorskip("ray", reason="Flower's simulation runtime needs ray")
 from fairvar import cli
 
 pytestmark = pytest.mark.deployment
+COMMAND = "fairvar_bench.command"
 
 
 def test_rounds_of_flower_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
     few = ("--method", "fairgrad*", "--clients", "3", "--batch", "4", "--repeat", "3")
-    cli.main(["bench", "--case", "flower", *few, "--json"])
+    cli.main(["--case", "flower", *few, "--json"], COMMAND)
     found = json.loads(capsys.readouterr().out)
     assert found["clock"] == "wall time"
     assert [row["model"] for row in found["rows"]] == ["multinomial", "avgcnn"]

@@ -15,7 +15,7 @@ pytest.importorskip("flwr")
 from deployment import ENVIRONMENT, free_ports, kill_all_of
 from spy import spied, spy
 
-from fairvar.stored import StoredRun
+from fairvar.runs.stored import StoredRun
 
 pytestmark = pytest.mark.deployment
 PAGE = Path(__file__).parents[2] / "docs" / "deploy.md"

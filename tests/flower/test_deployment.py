@@ -16,7 +16,7 @@ pytest.importorskip("flwr")
 from deployment import Deployment, running
 from expected import as_text, same_as_engines, same_as_in_process, setup_of, stored, took_part
 
-from fairvar.flower.keys import make_keys
+from fairvar.deploy.flower.keys import make_keys
 
 pytestmark = pytest.mark.deployment
 EVERYBODY = [0, 1, 2, 3, 4]

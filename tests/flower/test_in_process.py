@@ -23,21 +23,21 @@ from grids import InProcessGrid, Spoil
 
 import fairvar as fv
 from checks import METHODS, OPTIONS
-from fairvar.archive import pack_checkpoint, unpack_checkpoint
 from fairvar.cli import main
-from fairvar.experiment import Watch, federation_of, model_of, run_cell
-from fairvar.federated import notes
-from fairvar.flower import client_app, grid, server
-from fairvar.flower.client import node_data
-from fairvar.flower.server import folder_of, run_on
-from fairvar.flower.setup import read_setup
-from fairvar.identity import checkpoint_key
+from fairvar.deploy import notes
+from fairvar.deploy.flower import client_app, grid, server
+from fairvar.deploy.flower.client import node_data
+from fairvar.deploy.flower.server import folder_of, run_on
+from fairvar.deploy.flower.setup import read_setup
 from fairvar.methods.base import Method
 from fairvar.report.gather import gather
 from fairvar.report.write import group_table
-from fairvar.store import read_checkpoints, write_checkpoint
-from fairvar.stored import StoredRun
-from fairvar.verify import draw as draw_runs
+from fairvar.runs.identity import checkpoint_key
+from fairvar.runs.runner import Watch, federation_of, model_of, run_cell
+from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
+from fairvar.runs.store import read_checkpoints, write_checkpoint
+from fairvar.runs.stored import StoredRun
+from fairvar.runs.verify import draw as draw_runs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower_app"
 DEFAULT = {"model": "multinomial"} | tomllib.loads((EXAMPLE / "pyproject.toml").read_text())[

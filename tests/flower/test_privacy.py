@@ -19,10 +19,10 @@ from grids import InProcessGrid
 from test_in_process import run, run_config
 
 import fairvar as fv
-from fairvar.flower import client_app, privacy
-from fairvar.flower.server import run_on
-from fairvar.flower.setup import read_setup
-from fairvar.stored import StoredRun
+from fairvar.deploy.flower import client_app, privacy
+from fairvar.deploy.flower.server import run_on
+from fairvar.deploy.flower.setup import read_setup
+from fairvar.runs.stored import StoredRun
 
 CUT = "privacy.clipping_norm=0.01"
 

@@ -27,16 +27,16 @@ from grids import InProcessGrid, Spoil
 from test_in_process import _error, run, run_config
 
 import fairvar as fv
-from fairvar.experiment import federation_of
-from fairvar.federated.local import LocalTransport, local_clients
-from fairvar.federated.messages import Message as Plain
-from fairvar.federated.run import federate
-from fairvar.federated.summed import is_additive
-from fairvar.flower.secure import MODULUS, UNREADABLE, quantisation
-from fairvar.flower.server import run_on
-from fairvar.flower.setup import read_setup
+from fairvar.deploy.flower.secure import MODULUS, UNREADABLE, quantisation
+from fairvar.deploy.flower.server import run_on
+from fairvar.deploy.flower.setup import read_setup
+from fairvar.deploy.local import LocalTransport, local_clients
+from fairvar.deploy.messages import Message as Plain
+from fairvar.deploy.run import federate
+from fairvar.deploy.summed import is_additive
 from fairvar.methods.base import Memory, Method, Replies
-from fairvar.stored import StoredRun
+from fairvar.runs.runner import federation_of
+from fairvar.runs.stored import StoredRun
 
 ON = {"secure-aggregation": True}
 STEP = 2 * 8.0 / quantisation(5)  # of the default clipping_range, for five clients

@@ -13,10 +13,10 @@ from deployment import Deployment
 from test_deployment import setup_of, stored
 from test_secure import distance
 
-from fairvar.experiment import federation_of
-from fairvar.federated.local import LocalTransport, local_clients
-from fairvar.federated.run import federate
-from fairvar.flower.secure import quantisation
+from fairvar.deploy.flower.secure import quantisation
+from fairvar.deploy.local import LocalTransport, local_clients
+from fairvar.deploy.run import federate
+from fairvar.runs.runner import federation_of
 
 pytestmark = pytest.mark.deployment
 NODES = 3

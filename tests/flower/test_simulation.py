@@ -22,8 +22,8 @@ from expected import as_text, same_as_engines, stored
 
 import fairvar as fv
 from checks import METHODS
-from fairvar.flower.new import new_app
-from fairvar.flower.setup import read_setup
+from fairvar.deploy.flower.new import new_app
+from fairvar.deploy.flower.setup import read_setup
 
 pytestmark = pytest.mark.deployment
 RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}  # loopback only

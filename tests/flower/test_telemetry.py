@@ -14,7 +14,7 @@ from spy import spied, spy
 
 import fairvar as fv
 from fairvar.cli import main
-from fairvar.flower import launch
+from fairvar.deploy.flower import launch
 
 ROOT = Path(__file__).parents[2]
 # As Flower's programs do: they import telemetry first, then the app, and send when they start.
@@ -22,8 +22,8 @@ PROGRAM = """#!{python}
 import sys
 from flwr.supercore import telemetry
 from flwr.supercore.update_check import warn_if_flwr_update_available
-import fairvar.flower
-fairvar.flower.require_flower()
+import fairvar.deploy.flower
+fairvar.deploy.flower.require_flower()
 telemetry.event(telemetry.EventType.PING).result()
 warn_if_flwr_update_available("flwr")
 print(*sys.argv[1:])

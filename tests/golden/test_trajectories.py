@@ -18,7 +18,7 @@ from checks import (
 )
 from fairvar.data import quadratics
 from fairvar.methods.response import CDFS
-from fairvar.simplex import minimise_quadratic, project
+from fairvar.methods.simplex import minimise_quadratic, project
 
 METHODS = {
     "FedAvg": fv.FedAvg(),

@@ -14,11 +14,11 @@ import msgspec
 import pytest
 import tomli_w
 
-from fairvar.config import Config
 from fairvar.data import Partition
 from fairvar.errors import BadInput
 from fairvar.methods import METHODS
-from fairvar.plan import Plan, SweepSettings
+from fairvar.runs.config import Config
+from fairvar.runs.plan import Plan, SweepSettings
 
 BASE: dict[str, Any] = {
     "name": "fuzz",

@@ -12,14 +12,17 @@ import torch
 
 import fairvar as fv
 from fairvar import cli
-from fairvar.bench import BenchSettings, contenders, flower, run_bench
-from fairvar.bench import cases as cases_module
-from fairvar.bench.bare import Bare
-from fairvar.bench.cases import ALL, EPOCH_STEPS, METHODS, SIX, Case, cases
-from fairvar.bench.contenders import padded_share
-from fairvar.bench.lean import Lean
-from fairvar.bench.loops import Central, Draw, Rows, drawn, everything, shuffled
-from fairvar.bench.measure import (
+from fairvar.engine.settings import TrainSettings
+from fairvar.engine.state import advance
+from fairvar.engine.train import prepare
+from fairvar_bench import BenchSettings, contenders, flower, run_bench
+from fairvar_bench import cases as cases_module
+from fairvar_bench.bare import Bare
+from fairvar_bench.cases import ALL, EPOCH_STEPS, METHODS, SIX, Case, cases
+from fairvar_bench.contenders import padded_share
+from fairvar_bench.lean import Lean
+from fairvar_bench.loops import Central, Draw, Rows, drawn, everything, shuffled
+from fairvar_bench.measure import (
     PATIENCE,
     PeakMemory,
     Timing,
@@ -28,19 +31,16 @@ from fairvar.bench.measure import (
     matmul_limit,
     ratio,
 )
-from fairvar.bench.naive import Naive
-from fairvar.bench.run import BenchResult, BenchRow
-from fairvar.bench.show import (
+from fairvar_bench.naive import Naive
+from fairvar_bench.run import BenchResult, BenchRow
+from fairvar_bench.show import (
     bench_tables,
     clients_figure,
     targets_table,
     write_bench,
     write_numbers,
 )
-from fairvar.bench.targets import TARGETS, Target, verdicts
-from fairvar.engine.settings import TrainSettings
-from fairvar.engine.state import advance
-from fairvar.engine.train import prepare
+from fairvar_bench.targets import TARGETS, Target, verdicts
 
 CPU = torch.device("cpu")
 LR = 0.1
@@ -310,11 +310,12 @@ def test_a_device_that_is_not_there_is_told_before_any_work() -> None:
         run_bench(BenchSettings(device="cuda:99"))
 
 
+COMMAND = "fairvar_bench.command"
 TINY = ("--model", "multinomial", "--clients", "2", "--batch", "4", "--repeat", "2")
 
 
 def test_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["bench", *TINY, "--method", "qffl", "--json"])
+    cli.main([*TINY, "--method", "qffl", "--json"], COMMAND)
     found = json.loads(capsys.readouterr().out)
     assert found["torch"] == torch.__version__
     assert found["matmul_flops_per_second"] > 0
@@ -338,7 +339,7 @@ def test_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_command_prints_tables_and_writes_files(
     capsys: pytest.CaptureFixture[str], tmp_path
 ) -> None:
-    cli.main(["bench", *TINY, "--method", "fairgrad*", "--local", "step", "--out", str(tmp_path)])
+    cli.main([*TINY, "--method", "fairgrad*", "--local", "step", "--out", str(tmp_path)], COMMAND)
     shown = capsys.readouterr().out
     assert "multinomial, 2 clients × 4 samples, one step" in shown
     assert {p.name for p in tmp_path.iterdir()} == {"table.md", "bench.json"}
@@ -373,7 +374,7 @@ def test_grid_beside_its_loop_and_its_products(
         monkeypatch.setattr(module, "CONFIGURATIONS", 5)
         monkeypatch.setattr(module, "SEEDS", 2)
     sizes = ("--clients", "2", "--batch", "4", "--repeat", "1")
-    cli.main(["bench", "--case", "grid", "--method", method, *sizes, "--json"])
+    cli.main(["--case", "grid", "--method", method, *sizes, "--json"], COMMAND)
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["runs"] == 10
     assert set(row["milliseconds"]) == {"bare", "gemm", "fairvar"}
@@ -388,7 +389,7 @@ def test_ragged_clients_and_what_their_padding_costs(capsys: pytest.CaptureFixtu
     # Clients of 6, 9 and 12; batch norm leaves out the ninth sample of the second.
     assert padded_share(run.schedule) == pytest.approx((2 + 2 + 3) * 4 / (6 + 8 + 12) - 1)
     sizes = ("--clients", "3", "--batch", "20", "--repeat", "1")
-    cli.main(["bench", "--case", "ragged", *sizes, "--json"])
+    cli.main(["--case", "ragged", *sizes, "--json"], COMMAND)
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["padding"] > 0
     assert set(row["milliseconds"]) == {"bare", "fairvar"}
@@ -398,7 +399,7 @@ def test_ragged_clients_and_what_their_padding_costs(capsys: pytest.CaptureFixtu
 
 
 def test_memory_of_the_process_is_told_beside_its_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    cli.main(["bench", "--case", "memory", "--clients", "8", "--batch", "4", "--json"])
+    cli.main(["--case", "memory", "--clients", "8", "--batch", "4", "--json"], COMMAND)
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert set(row["milliseconds"]) == {"fairvar"}
     if row["peak_bytes_of_process"] is not None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fairvar.cluster import compute_files, run_on_ray, save_new
 from fairvar.errors import BadInput
-from fairvar.experiment import Watch, missing
-from fairvar.groups import arrange, run_group
-from fairvar.plan import Plan
+from fairvar.runs.batch import arrange, run_group
+from fairvar.runs.plan import Plan
+from fairvar.runs.ray import compute_files, run_on_ray, save_new
+from fairvar.runs.runner import Watch, missing
 
 PLAN = {
     "data": {"name": "digits", "clients": 6},

@@ -21,19 +21,19 @@ import torch
 from msgspec.structs import replace
 
 from fairvar.cli import main
-from fairvar.config import Config
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.experiment import Watch, federation_of, model_of, run_cell, run_folder
-from fairvar.identity import identity_of
-from fairvar.plan import Plan
-from fairvar.report.condensed import ARCHIVE, LIST, condense, extract, unpacked, write_list
 from fairvar.report.gather import gather, stored_runs
 from fairvar.report.write import write_report
-from fairvar.select import Criterion
-from fairvar.stored import StoredRun
-from fairvar.sweep import run_sweep
-from fairvar.verify import (
+from fairvar.runs.archive import ARCHIVE, LIST, condense, extract, unpacked, write_list
+from fairvar.runs.config import Config
+from fairvar.runs.identity import identity_of
+from fairvar.runs.plan import Plan
+from fairvar.runs.runner import Watch, federation_of, model_of, run_cell, run_folder
+from fairvar.runs.select import Criterion
+from fairvar.runs.stored import StoredRun
+from fairvar.runs.sweep import run_sweep
+from fairvar.runs.verify import (
     NARROW,
     WIDE,
     Agreement,
@@ -295,7 +295,7 @@ def test_bombs_and_tails_are_refused(kind: str, tmp_path: Path) -> None:
 
 
 def test_too_many_entries_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fairvar.report.condensed.MOST_FILES", 1000)
+    monkeypatch.setattr("fairvar.runs.archive.MOST_FILES", 1000)
     listed(tmp_path, lzma.compress(b"".join(header(f"a/{i}") for i in range(1001)) + END, preset=0))
     with pytest.raises(IntegrityError, match="one of too many files"):
         unpacked(tmp_path)

@@ -32,9 +32,9 @@ from fairvar.data import (
     quadratics,
     random_quadratics,
 )
+from fairvar.data.federation import Federation
 from fairvar.data.load import held_out_counts
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.federation import Federation
 
 ROOT = Path(__file__).resolve().parents[2]
 EMBEDDED = ROOT / "src" / "fairvar" / "data" / "embedded"

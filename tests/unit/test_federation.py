@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from fairvar.data.federation import Federation
 from fairvar.errors import BadInput
-from fairvar.federation import Federation
 
 
 def pair(samples: int = 3, features: int = 2) -> tuple[np.ndarray, np.ndarray]:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import fairvar as fv
-from fairvar.archive import pack_history, unpack_history
+from fairvar.deploy.local import LocalTransport, local_clients
+from fairvar.deploy.run import Agreement, federate
+from fairvar.deploy.settings import FederationSettings
 from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.train import Checkpoint
-from fairvar.federated.local import LocalTransport, local_clients
-from fairvar.federated.run import Agreement, federate
-from fairvar.federated.settings import FederationSettings
+from fairvar.runs.serialize import pack_history, unpack_history
 
 
 def clients(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:

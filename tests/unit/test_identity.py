@@ -20,22 +20,23 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import save
 
-from fairvar import cli, identity
-from fairvar.config import Config
+from fairvar import cli
 from fairvar.data import cache, dataset_sha256, sources
 from fairvar.errors import BadInput, FairvarError, IntegrityError
-from fairvar.experiment import Watch, federation_of, model_of, run_cell, run_folder
-from fairvar.identity import Identity, code_sha256, identity_of, trial_key
 from fairvar.methods import METHODS, FedAvg, Method, register
-from fairvar.plan import Plan
-from fairvar.report.condensed import condense
 from fairvar.report.gather import gather, stored_runs
 from fairvar.report.overview import overviews
 from fairvar.report.write import group_names, group_table
-from fairvar.store import MANIFEST, seal
-from fairvar.stored import StoredRun
-from fairvar.sweep import run_sweep
-from fairvar.verify import rerun
+from fairvar.runs import identity
+from fairvar.runs.archive import condense
+from fairvar.runs.config import Config
+from fairvar.runs.identity import Identity, code_sha256, identity_of, trial_key
+from fairvar.runs.plan import Plan
+from fairvar.runs.runner import Watch, federation_of, model_of, run_cell, run_folder
+from fairvar.runs.store import MANIFEST, seal
+from fairvar.runs.stored import StoredRun
+from fairvar.runs.sweep import run_sweep
+from fairvar.runs.verify import rerun
 
 SWEEP = """
 [data]

@@ -9,8 +9,8 @@ import torch
 
 import fairvar as fv
 from checks import images
-from fairvar.archive import pack_history, pack_state, unpack_history, unpack_state
 from fairvar.engine.participation import Participation
+from fairvar.runs.serialize import pack_history, pack_state, unpack_history, unpack_state
 
 METHODS: list[fv.Method] = [
     fv.FedAvg(),

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from fairvar.config import Config, merge_overrides
 from fairvar.errors import BadInput
 from fairvar.methods import METHODS, FairLoss, Method, register
-from fairvar.plan import MOST_RUNS, PAPER_METHODS, Plan
-from fairvar.sweep import parse_budget, parse_shard
+from fairvar.runs.config import Config, merge_overrides
+from fairvar.runs.plan import MOST_RUNS, PAPER_METHODS, Plan
+from fairvar.runs.sweep import parse_budget, parse_shard
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper"
 BASE = {

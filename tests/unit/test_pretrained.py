@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from fairvar import BadInput, IntegrityError
-from fairvar.config import Config
-from fairvar.experiment import federation_of, model_of, start_note
 from fairvar.models import build
+from fairvar.runs.config import Config
+from fairvar.runs.runner import federation_of, model_of, start_note
 
 SMALL = {"data": {"name": "digits", "clients": 4}}
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from fairvar.report.condensed import ARCHIVE, LIST, extract, write_list
 from fairvar.report.gather import gather
 from fairvar.report.write import write_report
-from fairvar.verify import check_files
+from fairvar.runs.archive import ARCHIVE, LIST, extract, write_list
+from fairvar.runs.verify import check_files
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted(path.parent for path in (ROOT / "results").rglob("runs.tar.xz"))

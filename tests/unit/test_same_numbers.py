@@ -16,7 +16,6 @@ import pytest
 
 from fairvar import cli
 from fairvar.metrics import DEFINITIONS, fairness
-from fairvar.plan import Plan
 from fairvar.report import write
 from fairvar.report.gather import Group, gather
 from fairvar.report.pictures import (
@@ -29,7 +28,8 @@ from fairvar.report.pictures import (
 from fairvar.report.results import result_columns
 from fairvar.report.table import Estimate, Table
 from fairvar.report.write import group_table
-from fairvar.sweep import run_sweep
+from fairvar.runs.plan import Plan
+from fairvar.runs.sweep import run_sweep
 
 pytest.importorskip("matplotlib")
 

@@ -15,17 +15,19 @@ import pytest
 from filelock import FileLock
 from msgspec.structs import replace
 
-from fairvar import experiment, groups, sweep
 from fairvar.engine.grid import Member
 from fairvar.engine.train import Checkpoint, run_rounds
 from fairvar.errors import BadInput
-from fairvar.experiment import Interrupted, Watch, missing, run_cell, run_folder
-from fairvar.groups import arrange, kind, run_group
-from fairvar.plan import Plan
-from fairvar.store import MANIFEST, SLOTS, pack_files, unpack_files
-from fairvar.stored import StoredRun
-from fairvar.sweep import crowding, project, run_sweep, shard
-from fairvar.workers import device_for
+from fairvar.runs import batch as groups
+from fairvar.runs import runner as experiment
+from fairvar.runs import sweep
+from fairvar.runs.batch import arrange, kind, run_group
+from fairvar.runs.plan import Plan
+from fairvar.runs.runner import Interrupted, Watch, missing, run_cell, run_folder
+from fairvar.runs.store import MANIFEST, SLOTS, pack_files, unpack_files
+from fairvar.runs.stored import StoredRun
+from fairvar.runs.sweep import crowding, project, run_sweep, shard
+from fairvar.runs.workers import device_for
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper"
 ROUNDS = 6

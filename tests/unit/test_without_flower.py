@@ -12,9 +12,9 @@ import fairvar as fv
 PROGRAM = """
 import sys
 sys.modules["flwr"] = None  # as if it were not installed
-import fairvar, fairvar.cli, fairvar.federated.local, fairvar.flower
+import fairvar, fairvar.cli, fairvar.deploy.local, fairvar.deploy.flower
 try:
-    fairvar.flower.{function}()
+    fairvar.deploy.flower.{function}()
 except fairvar.BadInput as error:
     print(error)
 """

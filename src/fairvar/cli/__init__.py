@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from fairvar.signals import INTERRUPTED, command_signals, handled
+from fairvar.system.signals import INTERRUPTED, command_signals, handled
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point: errors become one line and an exit code."""
+def main(arguments: Sequence[str] | None = None, commands: str = "fairvar.cli.commands") -> None:
+    """Entry point: errors become one line and an exit code. `commands`: the module with the app."""
     _prepare_streams()
     with command_signals() as command:
         try:
             with handled(_leave):
-                work = _parsed(sys.argv[1:] if arguments is None else list(arguments))
+                work = _parsed(sys.argv[1:] if arguments is None else list(arguments), commands)
             work()
             sys.stdout.flush()
         except SystemExit:
@@ -44,15 +44,16 @@ def _leave(number: int, frame: FrameType | None) -> None:
     os._exit(INTERRUPTED)
 
 
-def _parsed(arguments: list[str]) -> Callable[[], Any]:
+def _parsed(arguments: list[str], commands: str) -> Callable[[], Any]:
     """The command that the arguments name, with its values; what it needs is imported."""
     from importlib import import_module
 
-    from fairvar.cli.commands import app
     from fairvar.cli.common import check_arguments
 
     check_arguments(arguments)
-    command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+    command, bound, _ = import_module(commands).app.parse_args(
+        arguments, exit_on_error=False, print_error=False
+    )
     if command.__module__.startswith("fairvar"):
         import_module("fairvar.api")
     return lambda: command(*bound.args, **bound.kwargs)

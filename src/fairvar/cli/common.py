@@ -19,9 +19,9 @@ from fairvar._version import __version__
 from fairvar.errors import BadInput, plain, shown
 
 if TYPE_CHECKING:
-    from fairvar.config import Config
     from fairvar.report.gather import Rule
-    from fairvar.select import Criterion
+    from fairvar.runs.config import Config
+    from fairvar.runs.select import Criterion
 
 app = App(
     name="fairvar",
@@ -77,8 +77,8 @@ def show_report(tables: Any, files: Any, json: bool) -> None:
 def selection_rule(t: float, m: int | None, unit: str, model: str | None = None) -> Rule:
     """How to choose on validation data; by the model that a run's protocol is about, unless one is
     named."""
-    from fairvar.config import Config
-    from fairvar.select import Criterion
+    from fairvar.runs.config import Config
+    from fairvar.runs.select import Criterion
 
     def rule(config: Config) -> Criterion:
         return Criterion(t=t, m=m, unit=unit, model=model or config.select.model)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ def data_fetch(name: str, *, root: Path | None = None) -> None:
         root: folder to put it into; fairvar's cache by default.
     """
     from fairvar.data.fetch import fetch
-    from fairvar.progress import progress
+    from fairvar.system.progress import progress
 
     with progress(f"fetch {name}") as report:
         folder = fetch(

@@ -51,14 +51,14 @@ def demo(
         workers: processes; as many as there are cores by default.
         json: print the table as JSON.
     """
-    from fairvar.demo import NOTE, TITLE, demo_plan
-    from fairvar.experiment import run_folder
-    from fairvar.progress import progress
+    from fairvar.cli.demo import NOTE, TITLE, demo_plan
     from fairvar.report.gather import gather
     from fairvar.report.look import require_matplotlib
     from fairvar.report.write import write_report
-    from fairvar.store import check_writable
-    from fairvar.sweep import run_sweep
+    from fairvar.runs.runner import run_folder
+    from fairvar.runs.store import check_writable
+    from fairvar.runs.sweep import run_sweep
+    from fairvar.system.progress import progress
 
     plan = demo_plan(alpha, seeds, rounds)
     require_matplotlib()
@@ -93,14 +93,14 @@ def run(
         plugin: a Python file to load first, for methods of your own.
         json: print the result as JSON.
     """
-    from fairvar.config import Config
-    from fairvar.experiment import Watch, run_cell, run_folder, start_note
-    from fairvar.identity import look_again
-    from fairvar.plugin import load_plugin
-    from fairvar.progress import progress
+    from fairvar.methods.plugin import load_plugin
     from fairvar.report.show import run_table
-    from fairvar.signals import stop_signals
-    from fairvar.store import check_writable, verify
+    from fairvar.runs.config import Config
+    from fairvar.runs.identity import look_again
+    from fairvar.runs.runner import Watch, run_cell, run_folder, start_note
+    from fairvar.runs.store import check_writable, verify
+    from fairvar.system.progress import progress
+    from fairvar.system.signals import stop_signals
 
     load_plugin(plugin)
     settings = Config.load(config, overrides)
@@ -165,14 +165,14 @@ def sweep(
         plugin: a Python file to load first, for methods of your own.
         json: print the outcome as JSON.
     """
-    from fairvar.experiment import missing, run_folder, start_note
-    from fairvar.identity import look_again
-    from fairvar.plan import Plan, differences
-    from fairvar.plugin import load_plugin
-    from fairvar.progress import progress
-    from fairvar.store import check_writable
-    from fairvar.sweep import crowding, parse_budget, parse_shard, project, run_sweep
-    from fairvar.sweep import shard as shard_of
+    from fairvar.methods.plugin import load_plugin
+    from fairvar.runs.identity import look_again
+    from fairvar.runs.plan import Plan, differences
+    from fairvar.runs.runner import missing, run_folder, start_note
+    from fairvar.runs.store import check_writable
+    from fairvar.runs.sweep import crowding, parse_budget, parse_shard, project, run_sweep
+    from fairvar.runs.sweep import shard as shard_of
+    from fairvar.system.progress import progress
 
     load_plugin(plugin)
     plan = Plan.load(config, overrides, scale)
@@ -202,7 +202,7 @@ def sweep(
         tell(f"{len(missing(cells, folder))} runs to do: {text}")
     with progress(plan.name) as report:
         if ray is not None:
-            from fairvar.cluster import run_on_ray
+            from fairvar.runs.ray import run_on_ray
 
             run_on_ray(cells, folder, ray, report, batch)
         status = run_sweep(cells, folder, report, workers, seconds, save_every, plugin, batch)
@@ -242,12 +242,12 @@ def report(
         plugin: a Python file to load first, for methods of your own.
         json: print the tables as JSON.
     """
-    from fairvar.plugin import load_plugin
-    from fairvar.progress import progress
+    from fairvar.methods.plugin import load_plugin
     from fairvar.report.gather import gather
     from fairvar.report.look import require_matplotlib
     from fairvar.report.write import write_report
-    from fairvar.store import check_writable
+    from fairvar.runs.store import check_writable
+    from fairvar.system.progress import progress
 
     load_plugin(plugin)
     require_matplotlib()
@@ -288,7 +288,7 @@ def compare(
         plugin: a Python file to load first, for methods of your own.
         json: print the numbers as JSON.
     """
-    from fairvar.plugin import load_plugin
+    from fairvar.methods.plugin import load_plugin
     from fairvar.report.versus import paired_dict, paired_table, side, versus
 
     load_plugin(plugin)

@@ -20,7 +20,7 @@ def flower_new(folder: Path) -> None:
     Args:
         folder: where to; its last part names the app.
     """
-    from fairvar.flower.new import new_app
+    from fairvar.deploy.flower.new import new_app
 
     say(*new_app(folder))
 
@@ -35,10 +35,10 @@ def flower_keys(folder: Path, *, nodes: Nodes, host: list[str], days: Days = 365
         host: a name or address of the server, as nodes write it; may be given several times.
         days: how long the certificates are good.
     """
-    from fairvar.flower import require_flower
+    from fairvar.deploy.flower import require_flower
 
     require_flower()
-    from fairvar.flower.keys import make_keys
+    from fairvar.deploy.flower.keys import make_keys
 
     say(*make_keys(folder, nodes, host, days))
 
@@ -51,6 +51,6 @@ def flower_run(app: Path, *arguments: Annotated[str, Parameter(allow_leading_hyp
         app: the app's folder.
         arguments: go to `flwr run`, such as a federation's name, --stream or -c "rounds=10".
     """
-    from fairvar.flower.launch import run_app
+    from fairvar.deploy.flower.launch import run_app
 
     run_app(app, arguments)

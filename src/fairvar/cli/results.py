@@ -41,11 +41,11 @@ def condense(
         plugin: a Python file to load first, for methods of your own.
         json: print the outcome as JSON.
     """
-    from fairvar.plugin import load_plugin
-    from fairvar.progress import progress
-    from fairvar.report.condensed import condense as write
+    from fairvar.methods.plugin import load_plugin
     from fairvar.report.gather import gather
-    from fairvar.store import check_writable, is_complete
+    from fairvar.runs.archive import condense as write
+    from fairvar.runs.store import check_writable, is_complete
+    from fairvar.system.progress import progress
 
     if not folders:
         raise BadInput("give at least one folder of runs")
@@ -80,8 +80,8 @@ def seal(folder: Path, *, plugin: Path | None = None, json: Json = False) -> Non
         plugin: a Python file to load first, for methods of your own.
         json: print the outcome as JSON.
     """
-    from fairvar.plugin import load_plugin
-    from fairvar.verify import seal_archive
+    from fairvar.methods.plugin import load_plugin
+    from fairvar.runs.verify import seal_archive
 
     load_plugin(plugin)
     path, checked = seal_archive(folder)
@@ -116,12 +116,12 @@ def verify(
         plugin: a Python file to load first, for methods of your own.
         json: print what was found as JSON.
     """
-    from fairvar.plugin import load_plugin
-    from fairvar.progress import progress
+    from fairvar.methods.plugin import load_plugin
     from fairvar.report.gather import stored_runs
     from fairvar.report.show import agreement_table
-    from fairvar.verify import check_files, draw
-    from fairvar.verify import rerun as again
+    from fairvar.runs.verify import check_files, draw
+    from fairvar.runs.verify import rerun as again
+    from fairvar.system.progress import progress
 
     load_plugin(plugin)
     checked = check_files(folder)

@@ -14,7 +14,7 @@ import numpy as np
 
 from fairvar.data.raw import Layout, Raw, reason, refused, unreadable
 from fairvar.errors import BadInput, FairvarError
-from fairvar.files import open_regular
+from fairvar.system.files import open_regular
 
 NAMES = ("x", "y", "groups", "x_test", "y_test", "groups_test")
 MOST_BYTES = 64 << 30

@@ -23,7 +23,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from fairvar.data.raw import Layout, Raw, reason, unreadable
-from fairvar.files import digest, open_regular, read_bytes, walk
+from fairvar.system.files import digest, open_regular, read_bytes, walk
 
 MOST_BYTES = 64 << 30
 MOST_NOTE = 1 << 10  # a remembered checksum

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 
 from fairvar.data.raw import read_capped, reason, refused, unreadable
 from fairvar.errors import FairvarError
-from fairvar.files import MOST_ARCHIVE, open_regular
+from fairvar.system.files import MOST_ARCHIVE, open_regular
 
 AT_ONCE = PIECE = (
     1 << 16

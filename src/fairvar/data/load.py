@@ -15,11 +15,11 @@ from jaxtyping import Float, Int64, Integer
 from fairvar import rng
 from fairvar.data import embedded, sources, synthetic
 from fairvar.data.dataset import Dataset
+from fairvar.data.federation import SPLITS, Federation, Split
 from fairvar.data.partition import Assignment, Dirichlet, Natural, Partition
 from fairvar.data.passport import passport
 from fairvar.data.subsample import check_part, subsample
 from fairvar.errors import BadInput, shown, unknown
-from fairvar.federation import SPLITS, Federation, Split
 
 Holdout = Literal["auto", "split", "pool"]
 Rows = list[np.ndarray]  # sample indices per client

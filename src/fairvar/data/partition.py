@@ -13,8 +13,8 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float, Int64, Integer, Shaped
 
-from fairvar.checked import Checked, Count, Positive
 from fairvar.errors import BadInput
+from fairvar.validation import Checked, Count, Positive
 
 # Dirichlet variates in all attempts together; keeps the worst request below about a second.
 VARIATE_BUDGET = 2_000_000

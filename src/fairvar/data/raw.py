@@ -14,7 +14,7 @@ from jaxtyping import Integer
 
 from fairvar.data.dataset import update_digest
 from fairvar.errors import BadInput, FairvarError, IntegrityError
-from fairvar.files import read_bytes
+from fairvar.system.files import read_bytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,10 +6,10 @@ import numpy as np
 from jaxtyping import Float, Float64, Int64
 
 from fairvar import rng
+from fairvar.data.federation import Federation
 from fairvar.data.partition import Natural
 from fairvar.data.passport import passport
 from fairvar.errors import BadInput
-from fairvar.federation import Federation
 
 
 def quadratics(

@@ -14,7 +14,7 @@ from pathlib import Path
 from fairvar.data.inflate import check_name, tar_files
 from fairvar.data.raw import read_capped, reason, refused, unreadable
 from fairvar.errors import BadInput
-from fairvar.files import Bounded, open_regular, walk
+from fairvar.system.files import Bounded, open_regular, walk
 
 MOST_BYTES = 4 << 30  # of a whole archive
 MOST_TAR_BYTES = 400 << 20  # of a tar, whose files are all read at once

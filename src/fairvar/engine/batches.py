@@ -18,8 +18,8 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from fairvar import rng
+from fairvar.data.federation import Split
 from fairvar.errors import BadInput
-from fairvar.federation import Split
 
 
 class Constants(NamedTuple):

@@ -22,10 +22,10 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from fairvar.data.federation import Federation, Split
 from fairvar.engine.columns import Layout, Tile, groups_by_size
 from fairvar.engine.losses import cross_entropy, half_squared_error
 from fairvar.engine.task import Task
-from fairvar.federation import Federation, Split
 from fairvar.tree import Tree
 
 

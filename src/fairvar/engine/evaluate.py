@@ -10,9 +10,9 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 from torch.func import vmap
 
+from fairvar.data.federation import Split
 from fairvar.engine.batches import Cohort
 from fairvar.engine.task import Task
-from fairvar.federation import Split
 from fairvar.tree import Tree
 
 BLOCK = 256  # samples of a client that its own model sees at once

@@ -15,8 +15,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from fairvar.data.federation import Federation
 from fairvar.engine.batches import Schedule
 from fairvar.engine.dual import affine_names
+from fairvar.engine.history import History, Tables, history_from_tables
 from fairvar.engine.linear import Group, grams_pay
 from fairvar.engine.linear_steps import StepPlan
 from fairvar.engine.losses import LOSSES, LossFunction
@@ -34,8 +36,6 @@ from fairvar.engine.train import (
     wants_capture,
 )
 from fairvar.errors import BadInput
-from fairvar.federation import Federation
-from fairvar.history import History, Tables, history_from_tables
 from fairvar.methods.base import Method
 from fairvar.models import build
 from fairvar.tree import Tree, is_finite

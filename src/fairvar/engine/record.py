@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fairvar.engine.evaluate import Scores, evaluate_own, evaluate_shared
+from fairvar.engine.history import History, Key, Tables, history_from_tables
 from fairvar.engine.linear_eval import Watched
 from fairvar.engine.run import Run
 from fairvar.engine.settings import EvaluateSettings
 from fairvar.engine.state import DoesNotFit, Outcome, State
 from fairvar.engine.vmapped import TileSums, Trained, client_norms
-from fairvar.history import History, Key, Tables, history_from_tables
 from fairvar.tree import is_finite, size, squared_norm, tree_map
 
 

@@ -12,15 +12,15 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor, nn
 
+from fairvar.data.federation import Federation
 from fairvar.engine.batches import BlockLayout, Cohort, Schedule
 from fairvar.engine.dual import Dual, dual_of
 from fairvar.engine.linear_steps import StepPlan
 from fairvar.engine.participation import Participation
 from fairvar.engine.task import Task
-from fairvar.federation import Federation
-from fairvar.memory import peak_bytes
 from fairvar.methods.base import Method
 from fairvar.models.twice import twice_differentiable
+from fairvar.system.memory import peak_bytes
 from fairvar.tree import Tree, size
 
 # Clients are vectorised in whole tiles. Calls narrower than this make torch choose other kernels on

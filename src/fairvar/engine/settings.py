@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from fairvar.checked import Checked, Count, Positive, Share
 from fairvar.errors import BadInput, shown
+from fairvar.validation import Checked, Count, Positive, Share
 
 Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 

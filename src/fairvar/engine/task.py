@@ -9,10 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from fairvar.data.federation import Federation
 from fairvar.engine.losses import LossFunction, check_loss, resolve_loss
 from fairvar.engine.settings import TrainSettings
 from fairvar.errors import BadInput
-from fairvar.federation import Federation
 from fairvar.models import Problem, build
 from fairvar.models.check import Findings, examine, one_line, tells_all
 from fairvar.models.norm import call, swap_batch_norm

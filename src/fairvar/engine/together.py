@@ -16,11 +16,11 @@ from torch import Tensor
 
 from fairvar.engine.captured import LATER, Recorded, acts_alike, tell_unrecorded
 from fairvar.engine.evaluate import Scores
+from fairvar.engine.history import Key, Tables
 from fairvar.engine.linear import Group
 from fairvar.engine.linear_eval import Watched, shared_scores, watch_clients
 from fairvar.engine.settings import EvaluateSettings
 from fairvar.engine.state import Outcome, State, advance
-from fairvar.history import Key, Tables
 from fairvar.tree import size, stack
 
 GOING = -1  # no run diverges in this round

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from fairvar._version import __version__
+from fairvar.data.federation import Federation
 from fairvar.engine.batches import Schedule
 from fairvar.engine.blocked import blocked_round
 from fairvar.engine.captured import LATER, RECORDINGS, CapturedRound, acts_alike, try_step
 from fairvar.engine.dual import is_affine
+from fairvar.engine.history import History, Tables
 from fairvar.engine.linear import grams_pay, linear_round
 from fairvar.engine.linear_eval import watch_single
 from fairvar.engine.losses import LossFunction
@@ -41,8 +43,6 @@ from fairvar.engine.state import Outcome, State, advance, check_fits, initial_st
 from fairvar.engine.task import Task, make_task
 from fairvar.engine.vmapped import Observer, vmapped_round
 from fairvar.errors import LONGEST, BadInput, one_line, shown
-from fairvar.federation import Federation
-from fairvar.history import History, Tables
 from fairvar.methods.base import Method
 
 Progress = Callable[[int, int], None]  # (rounds done, rounds in all)
@@ -161,7 +161,7 @@ def _checked_start(state: object, rounds: int) -> Checkpoint:
 @contextmanager
 def _shown(progress: bool | Progress | None, title: str) -> Iterator[Progress | None]:
     if progress is True:
-        from fairvar.progress import progress as bar  # rich takes a while to load
+        from fairvar.system.progress import progress as bar  # rich takes a while to load
 
         with bar(title) as report:
             yield lambda done, total: report(done, total, "rounds")

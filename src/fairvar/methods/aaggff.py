@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fairvar.methods.base import LossData, Memory, Method, Replies
 from fairvar.methods.response import response
-from fairvar.simplex import minimise_quadratic
+from fairvar.methods.simplex import minimise_quadratic
 
 
 class AAggFF(Method, frozen=True, tag="aaggff"):

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from fairvar.checked import Checked
+from fairvar.validation import Checked
 
 ClientWeights = Literal["uniform", "size"]
 LossData = Literal["batch", "full"]

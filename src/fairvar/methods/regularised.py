@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 from msgspec.structs import replace
 
-from fairvar.checked import NonNegative
 from fairvar.methods.base import ClientWeights, Method
+from fairvar.validation import NonNegative
 
 
 class Regularised(Method, frozen=True):

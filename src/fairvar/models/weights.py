@@ -27,7 +27,7 @@ from safetensors.torch import load as parse_safetensors
 from torch import Tensor, nn
 
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.files import MOST_TENSORS, read_bytes
+from fairvar.system.files import MOST_TENSORS, read_bytes
 from fairvar.tree import Tree
 
 MOST_INDEX_BYTES = 2 << 20  # of the pickle or the header that lists the tensors

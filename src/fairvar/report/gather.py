@@ -10,18 +10,18 @@ from typing import Any
 
 from msgspec.structs import replace as with_fields
 
-from fairvar.archive import condensed_history
-from fairvar.config import Config
 from fairvar.data import Dirichlet
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.identity import group_key, trial_key
 from fairvar.methods import METHODS
-from fairvar.report.condensed import Condensed, unpacked
 from fairvar.report.results import Result, choose, validated
 from fairvar.report.trial import Summary, Trial
-from fairvar.select import Criterion
-from fairvar.store import is_complete, read_sealed
-from fairvar.stored import Deployed, StoredRun, recorded_federation
+from fairvar.runs.archive import Condensed, unpacked
+from fairvar.runs.config import Config
+from fairvar.runs.identity import group_key, trial_key
+from fairvar.runs.select import Criterion
+from fairvar.runs.serialize import condensed_history
+from fairvar.runs.store import is_complete, read_sealed
+from fairvar.runs.stored import Deployed, StoredRun, recorded_federation
 
 Rule = Callable[[Config], Criterion]
 Piece = StoredRun | Condensed

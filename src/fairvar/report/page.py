@@ -23,7 +23,7 @@ from fairvar.report.look import svg as figure_svg
 from fairvar.report.markup import NOTHING, Html, drawing, join, tag, text
 from fairvar.report.page_table import legend, scrolling_table
 from fairvar.report.table import Table
-from fairvar.store import write_text
+from fairvar.runs.store import write_text
 
 __all__ = ["Page", "PageFigure", "Section", "figure_svg", "render_page", "write_page"]
 

@@ -15,7 +15,7 @@ from fairvar.report.paired import pair
 from fairvar.report.paper import Printed
 from fairvar.report.table import DIVERGED, UNDEFINED, Cell, Column, Estimate, Row, Table, over_seeds
 from fairvar.report.trial import Trial
-from fairvar.select import Choice, Criterion, best
+from fairvar.runs.select import Choice, Criterion, best
 
 
 @dataclass(frozen=True)

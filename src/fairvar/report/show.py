@@ -9,11 +9,11 @@ from typing import Any
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from fairvar.catalogue import catalogue
-from fairvar.federation import Federation
+from fairvar.data.federation import Federation
+from fairvar.methods.catalogue import catalogue
 from fairvar.report.table import UNDEFINED, Estimate, parts
+from fairvar.runs.verify import Agreement, tolerance
 from fairvar.theory import Claim
-from fairvar.verify import Agreement, tolerance
 
 
 def facts_table(facts: Mapping[str, Any], title: str | None = None) -> RichTable:

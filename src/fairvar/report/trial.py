@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from fairvar.engine.history import History
 from fairvar.errors import BadInput
-from fairvar.history import History
-from fairvar.identity import Identity
 from fairvar.methods.base import Method
 from fairvar.metrics import Fairness
-from fairvar.select import Curve, Validation
-from fairvar.stored import StoredRun
+from fairvar.runs.identity import Identity
+from fairvar.runs.select import Curve, Validation
+from fairvar.runs.stored import StoredRun
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from fairvar.report.gather import Group, gather
 from fairvar.report.paired import Late, Paired, compare, compare_rounds
 from fairvar.report.results import late_rounds
 from fairvar.report.table import UNDEFINED
-from fairvar.store import is_complete
-from fairvar.stored import StoredRun
+from fairvar.runs.store import is_complete
+from fairvar.runs.stored import StoredRun
 
 SHOWN = 5  # clients listed on either side
 MODELS = ("global", "local")

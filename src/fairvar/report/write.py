@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from fairvar.experiment import start_note
 from fairvar.report.beside import beside_fedavg
 from fairvar.report.claims import claims_table
 from fairvar.report.clients import clients_csv
@@ -29,7 +28,8 @@ from fairvar.report.pictures import (
 from fairvar.report.render import render
 from fairvar.report.results import Result, noise_floor, result_table
 from fairvar.report.table import Table
-from fairvar.store import write_text
+from fairvar.runs.runner import start_note
+from fairvar.runs.store import write_text
 
 FORMATS = {"md": "markdown", "tex": "latex", "csv": "csv", "txt": "terminal"}
 CAPTIONS = {

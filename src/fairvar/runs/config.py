@@ -1,0 +1,340 @@
+"""`Config`: everything a run depends on, as one checked value with a fingerprint.
+
+TOML file and `key=value` overrides are merged first and converted once, so both get the same
+checks. Unknown keys are refused with the nearest known one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, reduce
+from operator import or_
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+import msgspec
+import tomli_w
+
+from fairvar.validation import Checked, Count, Fraction, Share, check_component, reason
+from fairvar.data import DATASET_NAMES, Dirichlet, Partition
+from fairvar.engine.losses import LOSSES
+from fairvar.engine.settings import EvaluateSettings, TrainSettings
+from fairvar.errors import BadInput, plain, shown, suggestion, unknown
+from fairvar.system.files import MOST_TEXT, read_bytes
+from fairvar.methods import METHODS, FedAvg, Method
+from fairvar.models import MODELS
+from fairvar.runs.select import Criterion
+
+Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+# Where a run happens does not change what it is.
+NOT_IN_FINGERPRINT = ("name", "data.root", "model.weights", "train.device", "train.chunk",
+                      "train.capture", "select")  # fmt: skip
+MOST_DOTS, MOST_LEVELS = 1000, 20  # in a line of TOML; of sections within sections
+# Keys that came later. With these values a run is what it was before, and keeps its name.
+SINCE_THEN = {"train.precision": "full"}
+EXAMPLE = "`fairvar example > quick.toml` writes one to start from"
+
+
+class DataConfig(Checked, frozen=True, kw_only=True):
+    """The data set and how each client's part is split. The seed here draws the partition only."""
+
+    __where__: ClassVar[str | None] = "data"
+
+    name: str = "mnist_1000"
+    clients: Count = 50
+    seed: Seed = 0
+    split: tuple[Fraction, Fraction, Fraction] = (0.8, 0.1, 0.1)
+    holdout: Literal["auto", "split", "pool"] = "auto"
+    pool_samples: Count = 200
+    fraction: Share = 1.0
+    samples: Count | None = None
+    root: str | None = None  # where the files lie; FAIRVAR_DATA otherwise
+
+    def check(self) -> None:
+        if self.name not in DATASET_NAMES:
+            raise unknown("data.name", self.name, DATASET_NAMES)
+
+
+class ModelConfig(Checked, frozen=True, kw_only=True):
+    __where__: ClassVar[str | None] = "model"
+
+    name: str = "multinomial"
+    loss: str = "cross_entropy"
+    weights: str | None = None  # a .safetensors or .pth file to start from; the last layer is new
+    weights_sha256: str | None = None
+
+    def check(self) -> None:
+        if (self.weights is None) != (self.weights_sha256 is None):
+            raise BadInput(
+                "model.weights and model.weights_sha256 go together: a file and what it is"
+            )
+        if self.weights_sha256 is not None:
+            msgspec.structs.force_setattr(self, "weights_sha256", self.weights_sha256.lower())
+        if self.name not in MODELS:
+            raise unknown("model.name", self.name, MODELS)
+        if self.loss not in LOSSES:
+            raise unknown("model.loss", self.loss, LOSSES)
+
+
+class Config(Checked, frozen=True, kw_only=True):
+    """One run. `protocol` "boxes": one local step, as the algorithms are written; "tables": one
+    local epoch and the client's own model, as the paper's tables were most likely made."""
+
+    name: str = "run"
+    protocol: Literal["boxes", "tables"] = "boxes"
+    data: DataConfig = DataConfig()
+    partition: Partition = Dirichlet(alpha=0.1)
+    model: ModelConfig = ModelConfig()
+    method: Any = FedAvg()
+    train: TrainSettings = TrainSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    select: Criterion = Criterion()
+
+    def check(self) -> None:
+        check_component("name", self.name)  # `fairvar sweep` writes into runs/NAME
+
+    @staticmethod
+    def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
+        """Read a TOML file, apply `key=value` overrides, check everything."""
+        return Config.from_dict(_single(merge_overrides(read_toml(Path(path)), overrides)))
+
+    @staticmethod
+    def from_toml(text: str) -> Config:
+        return Config.from_dict(parse_toml(text, "configuration"))
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Config:
+        values = {key: dict(v) if isinstance(v, Mapping) else v for key, v in values.items()}
+        _check_keys(values)
+        if values.get("protocol") == "tables":
+            train = values.setdefault("train", {})
+            if "local_steps" not in train:
+                train.setdefault("local_epochs", 1)
+            values.setdefault("select", {}).setdefault("model", "local")
+        try:
+            method = msgspec.convert(values.get("method", {"name": "fedavg"}), _union(METHODS))
+        except msgspec.ValidationError as error:
+            raise located(error, values["method"], "method") from None
+        try:
+            return msgspec.convert({**values, "method": method}, Config)
+        except msgspec.ValidationError as error:
+            raise located(error, values) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values with all defaults filled in; None, which TOML lacks, left out."""
+        return _without_none(msgspec.to_builtins(self, builtin_types=()))
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.to_dict())
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the canonical form: the same for the same computation on any machine."""
+        try:
+            hash(self)
+        except TypeError:  # a method of one's own may hold a list
+            return _fingerprint.__wrapped__(self)
+        return _fingerprint(self)
+
+
+@lru_cache(maxsize=100_000)  # a sweep asks for its thousands of folders again and again
+def _fingerprint(config: Config) -> str:
+    text = json.dumps(deciding_values(config), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def deciding_values(config: Config) -> dict[str, Any]:
+    """The settings that decide what a run computes, in canonical form."""
+    values = config.to_dict()
+    for dotted in (*NOT_IN_FINGERPRINT, *SINCE_THEN):
+        *path, last = dotted.split(".")
+        section = reduce(lambda d, k: d.get(k, {}), path, values)
+        if section.get(last) == SINCE_THEN.get(dotted, section.get(last)):
+            section.pop(last, None)
+    return dict(_canonical(values))
+
+
+def _single(values: dict[str, Any]) -> dict[str, Any]:
+    for section in ("sweep", "scale"):
+        if section in values:
+            raise BadInput(f"[{section}] describes many runs; use `fairvar sweep` for this file")
+    return values
+
+
+def _union(kinds: Mapping[str, type[Method]]) -> Any:
+    return reduce(or_, kinds.values())
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return parse_toml(read_bytes(path, MOST_TEXT).decode(), str(path))
+    except FileNotFoundError:
+        raise BadInput(f"{path} does not exist; give a TOML file: {EXAMPLE}") from None
+    except (OSError, ValueError) as error:  # no UTF-8, or a path with a NUL byte
+        why = getattr(error, "strerror", None) or error
+        raise BadInput(f"{path} cannot be read as text: {why}; give a TOML file") from None
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    try:
+        return _loads(text)
+    except RecursionError:
+        raise BadInput(f"{where} is not valid TOML: it is nested too deeply") from None
+    except ValueError as error:  # TOMLDecodeError, or a number of thousands of digits
+        raise BadInput(f"{where} is not valid TOML: {error}") from None
+
+
+def _loads(text: str) -> dict[str, Any]:
+    """tomllib takes the square of the number of dots in a key."""
+    if any(line.count(".") > MOST_DOTS for line in text.splitlines()):
+        raise ValueError(f"a line has more than {MOST_DOTS} dots; use several lines")
+    values = tomllib.loads(text)
+    if _depth(values) > MOST_LEVELS:
+        raise RecursionError
+    return values
+
+
+def _depth(value: Any) -> int:
+    """How many sections and lists lie within each other, up to one more than are allowed."""
+    level, found = [value], 0
+    while level and found <= MOST_LEVELS:
+        parts = [
+            v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)
+        ]
+        level, found = [inner for part in parts for inner in part], found + bool(parts)
+    return found
+
+
+def merge_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`train.lr=0.5` sets values["train"]["lr"]; the right side is TOML, or else a string.
+
+    Another method name or partition name drops the options of the one that it replaces.
+    """
+    for text in overrides:
+        key, sign, right = text.partition("=")
+        if not sign or not key.strip():
+            raise BadInput(f"override {shown(text)} must look like train.lr=0.1")
+        if not text.isprintable() and text.encode(errors="replace").decode() != text:
+            raise BadInput(f"override {shown(text)} is not UTF-8")
+        assign(values, key.strip(), _value(right.strip()))
+    return values
+
+
+def assign(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set what a dotted key names, making the sections on the way."""
+    *path, last = key.split(".")
+    if len(path) > MOST_LEVELS:
+        raise BadInput(f"override {key[:80]}… has more than {MOST_LEVELS} levels")
+    section = values
+    for part in path:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise BadInput(f"override {key}: {part} is a value, not a section")
+    if path and path[-1] in ("method", "partition") and last == "name":
+        section.clear()
+    section[last] = value
+
+
+def _value(text: str) -> Any:
+    try:
+        return _loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+    except (ValueError, RecursionError):  # a number of thousands of digits, thousands of brackets
+        raise BadInput(f"override value {text[:40]}… is too long or nested too deeply") from None
+
+
+def _check_keys(values: Mapping[str, Any]) -> None:
+    """Every key must be known; the nearest one is suggested."""
+    sections = _fields(Config)
+    refuse_unknown(values, sections, "")
+    for name in ("method", "partition"):
+        _check_tagged(values, name)
+    for name in ("data", "model", "train", "evaluate", "select"):
+        section = values.get(name, {})
+        if not isinstance(section, Mapping):
+            raise BadInput(f"{name} = {shown(section)} must be a section: write [{name}]")
+        refuse_unknown(section, _fields(sections[name]), name)
+
+
+def _check_tagged(values: Mapping[str, Any], name: str) -> None:
+    """Sections whose `name` decides which keys they may have."""
+    if name not in values:
+        return
+    kinds: dict[str, Any] = dict(METHODS)
+    if name == "partition":
+        kinds = {str(k.__struct_config__.tag): k for k in get_args(Partition)}
+    section = values[name]
+    if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
+        raise BadInput(f'{name} needs a name, such as [{name}] name = "{next(iter(kinds))}"')
+    if section["name"] not in kinds:
+        raise unknown(f"{name}.name", section["name"], kinds)
+    refuse_unknown(section, {"name": str} | _fields(kinds[section["name"]]), name)
+
+
+@lru_cache(maxsize=200)  # msgspec evaluates all annotations anew; a sweep asks for each run
+def _fields(kind: Any) -> dict[str, Any]:
+    return {f.name: f.type for f in msgspec.structs.fields(kind)}
+
+
+def refuse_unknown(section: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:
+    for key in section:
+        if key not in known:
+            dotted = f"{where}.{key}" if where else key
+            text = dotted if plain(dotted) == dotted and len(dotted) < 80 else shown(dotted)
+            raise BadInput(f"unknown key {text}: {_elsewhere(key, where)}{suggestion(key, known)}")
+
+
+def _elsewhere(key: str, where: str) -> str:
+    """A hint at the sections that do have the key."""
+    method = "sweep.method.NAME" if where == "sweep" else "method"
+    homes: list[tuple[str, Any]] = [(name, kind) for name, kind in _fields(Config).items()]
+    homes += [(method, kind) for kind in METHODS.values()]
+    homes += [("partition", kind) for kind in get_args(Partition)]
+    checked = [(name, kind) for name, kind in homes if isinstance(kind, type(Checked))]
+    places = dict.fromkeys(f"{name}.{key}" for name, kind in checked if key in _fields(kind))
+    if where == "sweep" and key in ("q", "lambda", "gamma"):
+        places = {"sweep.strength": None}
+    return f"did you mean {' or '.join(places)}? " if places else ""
+
+
+def located(error: msgspec.ValidationError, values: Any, prefix: str = "") -> BadInput:
+    """msgspec's message with the key and its value in front; our own messages name it already."""
+    if isinstance(error.__cause__, BadInput):
+        return error.__cause__
+    path = str(error).rpartition(" - at `$")[2].rstrip("`") if " - at `$" in str(error) else ""
+    for name, number in re.findall(r"\.([^.\[\]]+)|\[(\d+)\]", path):
+        try:
+            values = values[name or int(number)]
+        except (KeyError, IndexError, TypeError):
+            break
+    where = (prefix + path).lstrip(".")
+    text = "" if isinstance(values, Mapping) else f" = {shown(values)}"
+    return BadInput(f"{where}{text}: {reason(error, _kind(where))}")
+
+
+def _kind(where: str) -> Any:
+    """The type of the field that a dotted path names, if it has a fixed list of values."""
+    kinds = [Config, *METHODS.values(), *get_args(Partition), *_fields(Config).values()]
+    key = where.rsplit(".", 1)[-1].split("[")[0]
+    fields = [_fields(k) for k in kinds if isinstance(k, type) and issubclass(k, Checked)]
+    return reduce(or_, [f[key] for f in fields if key in f], None)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _canonical(value: Any) -> Any:
+    """Floats by their bits, so that no formatting rule can change a fingerprint."""
+    if isinstance(value, dict):
+        return {k: _canonical(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_canonical(v) for v in value]
+    return (value + 0.0).hex() if isinstance(value, float) else value  # −0.0 is 0.0

@@ -1,0 +1,217 @@
+"""`Plan`: a sweep file expanded into single configurations.
+
+A sweep file is a configuration with two more sections. `[sweep]` holds the lists to combine;
+`[scale.NAME]` holds overrides, such as `"train.rounds" = 100`, that give the same shape at another
+cost (`--scale NAME`).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec.structs import replace
+
+from fairvar.validation import Checked, Count, NonNegative, Positive
+from fairvar.runs.config import Config, assign, located, merge_overrides, read_toml, refuse_unknown
+from fairvar.data import Dirichlet, Partition
+from fairvar.errors import BadInput, shown, unknown
+from fairvar.methods import METHODS, Method
+from fairvar.runs.select import Criterion
+
+PAPER_METHODS = ("fedavg", "afl", "qffl", "aaggff", "fairloss", "fairloss*", "fairgrad",
+                 "fairgrad*")  # fmt: skip
+MOST_RUNS = 100_000
+Options = dict[str, Any]
+
+
+class SweepSettings(Checked, frozen=True, kw_only=True):
+    """The lists of a grid. Each method takes those that it knows: `strength` is λ of FairLoss, γ of
+    FairGrad and q of q-FFL; `step` is AFL's, `cdf` AAggFF's. `[sweep.method.NAME]` replaces lists
+    for one method, or fixes any of its options. A star marks the exact variant ("fairgrad*")."""
+
+    __where__: ClassVar[str | None] = "sweep"
+
+    methods: tuple[str, ...] = PAPER_METHODS
+    seeds: Count | tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = 5
+    lr: tuple[Positive, ...] = (0.1,)
+    strength: tuple[NonNegative, ...] = (0.1,)
+    step: tuple[Positive, ...] = (0.1,)
+    cdf: tuple[str, ...] = ("logistic",)
+    alpha: tuple[Positive, ...] = ()
+    method: dict[str, Options] = msgspec.field(default_factory=dict)
+
+    def check(self) -> None:
+        for name in (*self.methods, *self.method):
+            if name.removesuffix("*") not in METHODS:
+                raise unknown("sweep method", name, METHODS)
+        for name in ("methods", "seeds", "lr", "strength", "step", "cdf", "alpha"):
+            values = getattr(self, name)
+            if values == () and name != "alpha":
+                raise BadInput(f"sweep.{name} is empty; give at least one value")
+            if isinstance(values, tuple) and len(set(values)) < len(values):
+                raise BadInput(f"sweep.{name} = {shown(list(values))} has a value twice")
+
+    @property
+    def seed_list(self) -> Sequence[int]:
+        return range(self.seeds) if isinstance(self.seeds, int) else self.seeds
+
+    @property
+    def runs(self) -> int:
+        """How many runs the grid has, without making them."""
+        each = (prod(map(len, self.axes(name)[1].values())) for name in self.methods)
+        return len(self.seed_list) * max(1, len(self.alpha)) * sum(each)
+
+    def axes(self, name: str) -> tuple[Options, dict[str, list[Any]]]:
+        """A method's fixed options, and the lists to combine for it (its knob and lr)."""
+        kind = METHODS[name.removesuffix("*")]
+        knob = kind.fairness_knob
+        lists: dict[str, list[Any]] = {"lr": list(self.lr)}
+        fixed: Options = {"name": name.removesuffix("*")}
+        if name.endswith("*"):
+            fixed["exact"] = True
+        shared = {"strength": self.strength, "q": self.strength, "step": self.step, "cdf": self.cdf}
+        if knob in shared:
+            lists[knob] = list(shared[knob])
+        for key, value in self.method.get(name, {}).items():
+            if isinstance(value, list):
+                if not value:
+                    raise BadInput(f"sweep.method.{name}.{key} is empty; give at least one value")
+                lists[key] = value
+            else:
+                lists.pop(key, None)
+                fixed[key] = value
+        return fixed, lists
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All runs of a sweep, in the order in which they are computed."""
+
+    name: str
+    settings: SweepSettings
+    criterion: Criterion
+    cells: Sequence[Config]
+
+    @staticmethod
+    def load(path: Path, overrides: Sequence[str] = (), scale: str | None = None) -> Plan:
+        values = read_toml(path)
+        scales = values.pop("scale", {})
+        if not isinstance(scales, dict) or not all(isinstance(s, dict) for s in scales.values()):
+            raise BadInput("scale must be sections: write [scale.NAME]")
+        if scale is not None:
+            if scale not in scales:
+                raise unknown("scale", scale, scales)
+            for key, value in _flat(scales[scale]):
+                assign(values, key, value)
+        return Plan.from_dict(merge_overrides(values, overrides))
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Plan:
+        base = copy.deepcopy(dict(values))
+        section = base.pop("sweep", {})
+        if not isinstance(section, dict):
+            raise BadInput(f"sweep = {shown(section)} must be a section: write [sweep]")
+        known = {f.name: f.type for f in msgspec.structs.fields(SweepSettings)}
+        refuse_unknown(section, known, "sweep")
+        if isinstance(section.get("method"), dict):
+            for name, options in section["method"].items():
+                if not isinstance(options, dict):
+                    raise BadInput(
+                        f"sweep.method.{shown(name)} = {shown(options)} must be a section"
+                    )
+        try:
+            settings = msgspec.convert(section, SweepSettings)
+        except msgspec.ValidationError as error:
+            raise located(error, section, "sweep") from None
+        if "method" in base:
+            raise BadInput("a sweep takes its methods from sweep.methods; remove [method]")
+        for key, lists in (("lr", "sweep.lr"), ("seed", "sweep.seeds")):
+            if isinstance(base.get("train"), dict) and key in base["train"]:
+                raise BadInput(f"train.{key} means nothing in a sweep: give {lists} instead")
+        if settings.runs > MOST_RUNS:
+            raise BadInput(
+                f"this sweep has {settings.runs:,} runs, more than {MOST_RUNS:,}; "
+                "give fewer seeds or shorter lists"
+            )
+        first = Config.from_dict(base)
+        return Plan(first.name, settings, first.select, list(_expand(first, settings)))
+
+
+def federations(
+    path: Path, overrides: Sequence[str] = (), scale: str | None = None
+) -> tuple[bool, dict[str, Config]]:
+    """Whether a file is a sweep, and one configuration for each of its federations, by name."""
+    several = scale is not None or "sweep" in merge_overrides(read_toml(path), overrides)
+    if not several:
+        return False, {"partition": Config.load(path, overrides)}
+    found = {cell.partition: cell for cell in reversed(Plan.load(path, overrides, scale).cells)}
+    names = {
+        f"partition-alpha-{kind.alpha:g}" if isinstance(kind, Dirichlet) else "partition": cell
+        for kind, cell in reversed(found.items())
+    }
+    return True, names
+
+
+def differences(cells: Sequence[Config]) -> list[dict[str, Any]]:
+    """What to know each run by: its method with the knob, lr, alpha and seed, and any other option
+    of a method that is not the same in all runs."""
+    options = [cell.to_dict()["method"] for cell in cells]
+    seen: dict[str, set[str]] = {}
+    for each in options:
+        for key, value in each.items():
+            seen.setdefault(key, set()).add(str(value))
+    told = [key for key in seen if key not in ("name", "exact") and len(seen[key]) > 1]
+    rows = []
+    for cell, each in zip(cells, options, strict=True):
+        alpha = getattr(cell.partition, "alpha", None)
+        keys = dict.fromkeys([cell.method.fairness_knob, *told])
+        rows.append({
+            "run": cell.fingerprint[:16], "method": cell.method.label,
+            **{key: each[key] for key in keys if key in each}, "lr": cell.train.lr,
+            **({} if alpha is None else {"alpha": alpha}), "seed": cell.train.seed,
+        })  # fmt: skip
+    return rows
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; `train.rounds` means the same with and without quotes."""
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _expand(first: Config, settings: SweepSettings) -> Iterator[Config]:
+    """Seeds outermost: an unfinished sweep then has whole grids for fewer seeds."""
+    methods = {name: list(_method_axis(settings, name)) for name in settings.methods}
+    partitions: list[Partition] = [_with_alpha(first, alpha) for alpha in settings.alpha]
+    partitions = partitions or [first.partition]
+    for seed, partition, name in itertools.product(
+        settings.seed_list, partitions, settings.methods
+    ):
+        for method, lr in methods[name]:
+            train = replace(first.train, lr=lr, seed=seed)
+            yield replace(first, method=method, train=train, partition=partition)
+
+
+def _method_axis(settings: SweepSettings, name: str) -> Iterator[tuple[Method, float]]:
+    """Every configuration of one method with every learning rate."""
+    fixed, lists = settings.axes(name)
+    for values in itertools.product(*lists.values()):
+        options = fixed | dict(zip(lists, values, strict=True))
+        lr = options.pop("lr")
+        yield Config.from_dict({"method": options}).method, lr
+
+
+def _with_alpha(first: Config, alpha: float) -> Dirichlet:
+    if not isinstance(first.partition, Dirichlet):
+        raise BadInput("sweep.alpha needs a dirichlet partition; remove it or change [partition]")
+    return replace(first.partition, alpha=alpha)

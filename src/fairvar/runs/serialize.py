@@ -1,0 +1,236 @@
+"""States and histories as bytes (safetensors), for run folders, checkpoints and the wire."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fairvar.engine.state import State
+from fairvar.engine.train import Checkpoint
+from fairvar.errors import IntegrityError
+from fairvar.engine.history import History, Tables, history_from_tables
+from fairvar.methods.base import Method
+from fairvar.tree import Tree
+
+NOT_MEASURED = -1  # instead of a count of right answers
+FIRST_LOSSES = 10  # evaluated rounds whose training losses condensed histories keep
+KINDS = {
+    "right": (torch.int16, torch.int32),
+    "samples": (torch.int64,),
+    "counters": (torch.int64,),
+    "gradient_variance": (torch.float64,),
+}  # of stored tables
+GROUPS = ("params", "buffers", "memory", "mean_gradient", "iterate")
+
+
+def state_tensors(state: State) -> Tree:
+    """A state as one flat dict."""
+    flat: Tree = {"round": torch.tensor(state.round), "mean_loss": state.mean_loss}
+    for group in GROUPS:
+        for name, leaf in (getattr(state, group) or {}).items():
+            flat[f"{group}/{name}"] = leaf
+    return {name: leaf.detach().cpu().contiguous() for name, leaf in flat.items()}
+
+
+def state_from_tensors(flat: Tree) -> State:
+    groups: dict[str, Tree] = {group: {} for group in GROUPS}
+    for name, leaf in flat.items():
+        group, _, rest = name.partition("/")
+        if group in groups:
+            groups[group][rest] = leaf
+    return State(
+        round=int(flat["round"]),
+        params=groups["params"],
+        buffers=groups["buffers"],
+        memory=groups["memory"],
+        mean_loss=flat["mean_loss"],
+        mean_gradient=groups["mean_gradient"] or None,
+        iterate=groups["iterate"] or None,
+    )
+
+
+def pack_state(state: State) -> bytes:
+    return save(state_tensors(state))
+
+
+def unpack_state(content: bytes) -> State:
+    with _as_written():
+        return state_from_tensors(load_tensors(content))
+
+
+def pack_checkpoint(checkpoint: Checkpoint, key: Mapping[str, str] | None = None) -> bytes:
+    """`key`: of which run it is, and what it was made with (`identity.checkpoint_key`)."""
+    tables = {f"tables/{name}": table for name, table in (checkpoint.tables or {}).items()}
+    return save({**state_tensors(checkpoint.state), **tables}, dict(key or {}))
+
+
+def unpack_checkpoint(content: bytes, key: Mapping[str, str] | None = None) -> Checkpoint:
+    """IntegrityError unless it has this key."""
+    with _as_written():
+        flat = load_tensors(content)
+        found = _metadata(content)
+        for part, wanted in (key or {}).items():
+            if found.get(part) != wanted:
+                raise IntegrityError(_of_another(part, str(found.get(part)), wanted))
+        tables = {k.removeprefix("tables/"): v for k, v in flat.items() if k.startswith("tables/")}
+        int(tables.get("diverged_at", flat["round"]))  # a number
+        return Checkpoint(state_from_tensors(flat), tables)
+
+
+def _of_another(part: str, found: str, wanted: str) -> str:
+    if part == "identity":
+        return f"it belongs to another run ({found[:16]!r}, not {wanted[:16]})"
+    return f"it was made with {part} {found[:40]!r}, not {wanted}"
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+    """The words in the header of a safetensors file that was loaded before."""
+    length = int.from_bytes(content[:8], "little")
+    return dict(json.loads(content[8 : 8 + length]).get("__metadata__") or {})
+
+
+def pack_history(history: History) -> bytes:
+    """Everything at evaluated rounds; accuracies as exact counts of right answers, the rest of the
+    per-client tables as float32. (A grid has thousands of runs: all rounds would be gigabytes.)"""
+    kept = torch.isin(history.observed + 1, history.evaluated)
+    flat: Tables = {
+        "observed": history.observed[kept],
+        "loss": history.loss[kept].float(),
+        "weights": history.weights[kept].float(),
+        "ascended": history.ascended[kept].float(),
+        "evaluated": history.evaluated,
+        "gradient_variance": history.gradient_variance,
+        "update_norm": history.update_norm.float(),
+    }
+    for (split, model), table in history.accuracy.items():
+        right = (table * history.samples[split]).nan_to_num(NOT_MEASURED).round().int()
+        flat[f"right/{split}/{model}"] = right
+    for (split, model), table in history.evaluated_loss.items():
+        flat[f"evaluated_loss/{split}/{model}"] = table.float()
+    for split, counts in history.samples.items():
+        flat[f"samples/{split}"] = counts
+    numbers = (history.exchanges, history.bytes_down, history.bytes_up)
+    flat["counters"] = torch.tensor(numbers, dtype=torch.int64)
+    facts = {"rounds": history.rounds, "diverged_at": history.diverged_at}
+    return save({k: v.contiguous() for k, v in flat.items()}, {"facts": json.dumps(facts)})
+
+
+def condensed_history(content: bytes) -> bytes:
+    """What reports need of a packed history, and the first training losses, by which others may
+    compare a run of their own, to three digits. Counts are as short as they can be."""
+    flat = {k: v for k, v in load_tensors(content).items()
+            if not k.startswith(("evaluated_loss/", "update_norm"))}  # fmt: skip
+    for name, table in flat.items():
+        if name.startswith("right/") and table.numel() and int(table.max()) < 2**15:
+            flat[name] = table.short()
+    flat["loss"][FIRST_LOSSES:] = torch.nan
+    flat["loss"] = (flat["loss"].view(torch.int32) & ~0x1FFF).view(torch.float32)
+    return save({k: v.contiguous() for k, v in flat.items()})
+
+
+def unpack_history(
+    content: bytes, state: State, method: Method, facts: Mapping[str, Any]
+) -> History:
+    with _as_written():
+        flat = load_tensors(content)
+        _check_tables(flat)
+        return _history(flat, state, method, facts)
+
+
+def _check_tables(flat: Tables) -> None:
+    """Every table has the kind and shape that its name promises, and possible numbers."""
+    (clients,) = flat["loss"].shape[1:]
+    seen, evaluated = (_increasing(flat, name) for name in ("observed", "evaluated"))
+    per_client = {"loss": seen, "weights": seen, "update_norm": evaluated}
+    shapes: dict[str, tuple[int, ...]] = {
+        name: (rows, clients) for name, rows in per_client.items()
+    }
+    shapes |= {"ascended": (seen,), "gradient_variance": (evaluated,), "counters": (3,)}
+    for name, table in flat.items():
+        kind, _, rest = name.partition("/")
+        if kind in ("right", "evaluated_loss"):
+            split, _, model = rest.partition("/")
+            if model not in ("global", "local") or f"samples/{split}" not in flat:
+                raise ValueError(f"{name[:80]!r} is the name of no table")
+            shapes[name] = (evaluated, clients)
+        elif kind == "samples":
+            shapes[name] = (clients,)
+        if name in shapes and table.shape != shapes[name]:
+            raise ValueError(f"{name[:80]} has shape {tuple(table.shape)}, not {shapes[name]}")
+        floats = kind in ("loss", "weights", "ascended", "evaluated_loss", "update_norm")
+        _check_kind(name, table, (torch.float32,) if floats else KINDS.get(kind))
+        if kind == "samples" or name == "counters":
+            _check_range(name, table, torch.zeros((), dtype=torch.int64), None)
+        if kind == "right":
+            _check_range(name, table, torch.tensor(NOT_MEASURED), flat[f"samples/{split}"])
+    if bool(torch.isinf(flat["weights"]).any()):
+        raise ValueError("weights holds infinity")
+
+
+def _increasing(flat: Tables, name: str) -> int:
+    """The length of a column of round numbers."""
+    table = flat[name]
+    _check_kind(name, table, (torch.int64,))
+    if table.dim() != 1 or bool((table.diff() < 1).any()) or bool((table < 0).any()):
+        raise ValueError(f"{name} is no column of increasing rounds")
+    return len(table)
+
+
+def _check_kind(name: str, table: Tensor, kinds: tuple[torch.dtype, ...] | None) -> None:
+    if kinds is not None and table.dtype not in kinds:
+        raise ValueError(f"{name[:80]} holds {table.dtype}")
+
+
+def _check_range(name: str, table: Tensor, least: Tensor, most: Tensor | None) -> None:
+    if bool((table < least).any()) or (most is not None and bool((table > most).any())):
+        raise ValueError(f"{name[:80]} holds an impossible count")
+
+
+def _history(flat: Tables, state: State, method: Method, facts: Mapping[str, Any]) -> History:
+    samples = {k.split("/")[1]: v for k, v in flat.items() if k.startswith("samples/")}
+    tables = {k: v.double() if v.is_floating_point() else v for k, v in flat.items()}
+    if "update_norm" not in tables:  # of a condensed history
+        tables["update_norm"] = torch.full_like(tables["loss"], torch.nan)
+    for name in [k for k in flat if k.startswith("right/")]:
+        _, split, model = name.split("/")
+        right = torch.where(flat[name] == NOT_MEASURED, torch.nan, flat[name].double())
+        tables[f"accuracy/{split}/{model}"] = right / samples[split]
+    return history_from_tables(
+        tables,
+        method=method,
+        state=state,
+        rounds=int(facts["rounds"]),
+        observed=flat["observed"],
+        samples=samples,
+        classifies=any(k.startswith("right/") for k in flat)
+        or not any(k.startswith("evaluated_loss/") for k in flat),
+        diverged_at=facts["diverged_at"],
+        birth=facts["birth"],
+    )
+
+
+@contextmanager
+def _as_written() -> Iterator[None]:
+    """Tensors with other names or shapes than fairvar's are no result, whatever their checksum."""
+    try:
+        yield
+    except (LookupError, ValueError, TypeError, RuntimeError, ArithmeticError) as error:
+        reason = (str(error).splitlines() or [""])[0][:160]
+        raise IntegrityError(
+            f"it does not hold what fairvar writes: {type(error).__name__}: {reason}"
+        ) from None
+
+
+def load_tensors(content: bytes) -> dict[str, Tensor]:
+    """Tensors by name; IntegrityError if it is no safetensors file."""
+    try:
+        return load(content)
+    except SafetensorError as error:
+        raise IntegrityError(f"not a valid safetensors file: {error}") from None

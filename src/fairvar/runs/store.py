@@ -1,0 +1,242 @@
+"""Files that are either whole or not there, and runs as folders of such files.
+
+A run is a folder: config.toml, history.safetensors, state.safetensors, and manifest.json, which is
+written last and seals the others with their SHA-256. A folder without a manifest is not a result;
+it may hold a checkpoint to continue from. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from fairvar.errors import BadInput, IntegrityError, RunFailed
+from fairvar.system.files import MOST_RECORD, MOST_TENSORS, read_bytes
+from fairvar.runs.records import Manifest, Record, RunManifest, check, parse_json
+
+MANIFEST = "manifest.json"
+SEAL = ',\n  "seal": "'
+PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # a part of a name that fairvar writes
+LOCKS = ".locks"
+
+
+def inside(folder: Path, name: str, depth: int = 1) -> Path:
+    """Where a name that comes from a file leads: at most `depth` plain parts below the folder.
+
+    All such names are checked here. A seal is a checksum and no signature: a folder or an archive
+    from elsewhere may name any place, and may hold links to it.
+    """
+    parts = name.split("/")
+    if len(parts) > depth or not all(PLAIN.fullmatch(part) for part in parts):
+        raise IntegrityError(f"{name[:200]!r} is not a file of its own in {folder}; refused")
+    path = folder
+    for part in parts:
+        path = no_link(path / part)
+    return path
+
+
+def no_link(path: Path) -> Path:
+    """A path that may be written or deleted: a received folder may hold links to elsewhere."""
+    if path.is_symlink():
+        raise IntegrityError(f"{path} is a link; refused: delete it, or copy what it points to")
+    return path
+
+
+def lock_of(folder: Path, timeout: float = 0.0) -> FileLock:
+    """The lock of a run's folder. It is the operating system's: it ends with its process, however
+    that dies."""
+    locks = no_link(folder.parent / LOCKS)
+    locks.mkdir(parents=True, exist_ok=True)
+    return FileLock(no_link(locks / no_link(folder).name), timeout=timeout)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """All or nothing: a temporary file beside the target, synced, then renamed over it."""
+    # Not tempfile: its files are private to the user, and results are there to be shared.
+    temporary = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        needed = f"{len(content):,} bytes needed"
+        raise RunFailed(f"cannot write {path}: {error.strerror or error} ({needed})") from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is on disk only when the folder that records it is."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse an output folder that cannot be written before any work is done."""
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise FileExistsError(errno.EEXIST, "it is a file")
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise BadInput(f"cannot write into {folder}: {reason}; choose another --out") from None
+
+
+def seal(facts: Mapping[str, Any]) -> bytes:
+    """JSON whose last line is the SHA-256 of everything before it."""
+    return _seal(json.dumps(facts, indent=2, sort_keys=True).encode())
+
+
+def _seal(body: bytes) -> bytes:
+    digest = hashlib.sha256(body).hexdigest()
+    return body[: -len("\n}")] + f'{SEAL}{digest}"\n}}\n'.encode()
+
+
+def open_seal(raw: bytes, kind: type[Record]) -> dict[str, Any]:
+    """The facts of a sealed record; ValueError if a single bit is not as it was written, or if it
+    is none of this kind."""
+    head, mark, _ = raw.rpartition(SEAL.encode())
+    body = head + b"\n}"
+    if not mark or _seal(body) != raw:
+        raise ValueError("its seal is broken")
+    found = parse_json(body)
+    check(found, kind)
+    return found
+
+
+def with_manifest(files: Mapping[str, bytes], facts: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of a run and, last, the manifest with their checksums."""
+    checksums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    return {**files, MANIFEST: seal({**facts, "sha256": checksums})}
+
+
+def save_files(folder: Path, files: Mapping[str, bytes], depth: int = 1) -> None:
+    """Manifests last: only then a run counts as finished. `depth` 2: files in folders."""
+    places = {name: inside(folder, name, depth) for name in files}
+    for name in sorted(files, key=lambda n: n.endswith(MANIFEST)):
+        write_bytes(places[name], files[name])
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the run is finished: cheap, for those who look for work."""
+    return (folder / MANIFEST).exists()
+
+
+def read_manifest(folder: Path, kind: type[Manifest] = RunManifest) -> dict[str, Any] | None:
+    """The manifest of a finished run; None if it is unfinished."""
+    return read_record(folder / MANIFEST, kind, f"delete {folder} and run again")
+
+
+def read_record(path: Path, kind: type[Record], way_out: str) -> dict[str, Any] | None:
+    """A sealed file; None if it is not there."""
+    try:
+        return open_seal(read_bytes(path, MOST_RECORD), kind)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise IntegrityError(f"{path} is damaged: {error}; {way_out}") from None
+
+
+def read_sealed(folder: Path, manifest: Mapping[str, Any], name: str) -> bytes:
+    """A file of a finished run, exactly as it was written."""
+    path = inside(folder, name)
+    try:
+        content = read_bytes(path, MOST_TENSORS, follow=False)
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error.strerror}; run again") from None
+    if hashlib.sha256(content).hexdigest() != manifest["sha256"].get(name):
+        raise IntegrityError(f"{path} was changed after it was written; delete {folder}, run again")
+    return content
+
+
+def verify(folder: Path) -> dict[str, Any] | None:
+    """The manifest, after checking every file against it."""
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        for name in manifest["sha256"]:
+            read_sealed(folder, manifest, name)
+    return manifest
+
+
+SLOTS = ("checkpoint-a", "checkpoint-b")
+
+
+def write_checkpoint(folder: Path, number: int, payload: bytes) -> None:
+    """Into the older of two slots, so that a good checkpoint always survives."""
+    write_hashed(folder / SLOTS[number % 2], payload)
+
+
+def read_checkpoints(folder: Path) -> list[bytes]:
+    """The payloads that are intact; damaged ones are left out, since an older one will do."""
+    found = (read_hashed(folder / slot) for slot in SLOTS)
+    return [payload for payload in found if payload is not None]
+
+
+def write_hashed(path: Path, payload: bytes) -> None:
+    """With its SHA-256 in front."""
+    write_bytes(path, hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload)
+
+
+def read_hashed(path: Path) -> bytes | None:
+    """The payload, if it is there and intact."""
+    try:
+        head, _, payload = read_bytes(path, MOST_TENSORS).partition(b"\n")
+    except OSError:
+        return None
+    return payload if hashlib.sha256(payload).hexdigest().encode() == head else None
+
+
+def pack_files(files: Mapping[str, bytes]) -> bytes:
+    """Several files as one: a line with their names and lengths, then their contents."""
+    lengths = {name: len(content) for name, content in files.items()}
+    return b"".join([json.dumps(lengths).encode(), b"\n", *files.values()])
+
+
+def unpack_files(content: bytes) -> dict[str, bytes]:
+    """What `pack_files` packed; nothing if it is something else."""
+    head, _, body = content.partition(b"\n")
+    try:
+        lengths = parse_json(head)
+    except ValueError:
+        return {}
+    if not all(type(n) is int for n in lengths.values()):
+        return {}
+    ends = list(accumulate(lengths.values(), initial=0))
+    whole = ends == sorted(ends) and ends[-1] == len(body)
+    cuts = zip(lengths, pairwise(ends), strict=True)
+    return {name: body[a:b] for name, (a, b) in cuts} if whole else {}
+
+
+def drop_checkpoints(folder: Path) -> None:
+    """A finished run needs none; neither temporary files that a crash left behind."""
+    for path in folder.iterdir():
+        if path.name in SLOTS or (path.name.startswith(".") and path.is_file()):
+            path.unlink(missing_ok=True)

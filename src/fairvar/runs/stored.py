@@ -1,0 +1,222 @@
+"""Finished runs on disk: read, and checked against their own records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from fairvar.runs.serialize import (
+    unpack_history,
+    unpack_state,
+)
+from fairvar.runs.config import Config, parse_toml
+from fairvar.engine.state import State, no_state
+from fairvar.errors import BadInput, IntegrityError
+from fairvar.engine.history import History
+from fairvar.runs.identity import (
+    Identity,
+    recorded_identity,
+    version_of,
+)
+from fairvar.runs.records import FederationRecord, Partition, RunManifest, agree, check
+from fairvar.runs.store import (
+    inside,
+    read_manifest,
+    read_record,
+    read_sealed,
+)
+
+SCORES = ("mean", "variance_over_clients", "noise_floor", "corrected_variance",
+          "worst_10_percent", "smallest")  # fmt: skip
+T = TypeVar("T")
+
+
+class Deployed(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a run that was deployed: its configuration may tell of data and a model that
+    were not used."""
+
+    nodes: Annotated[int, msgspec.Meta(ge=0)]  # that took part
+    own_data: bool  # the nodes' own files; else parts of the data set that the configuration names
+    own_model: bool  # the app's; else the one that the configuration names
+    model: str  # its class or name
+    parameters: Annotated[int, msgspec.Meta(ge=0)]
+
+    @property
+    def where(self) -> str:
+        return "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
+
+    @staticmethod
+    def of(manifest: Mapping[str, Any], where: Path) -> Deployed | None:
+        """From the manifest of a run or summary; None for a simulated one."""
+        passport, birth = manifest["passport"], manifest.get("birth") or manifest["births"][0]
+        if "deployed" not in manifest and str(birth.get("engine")).startswith("flower"):
+            return Deployed(  # stored before this was recorded
+                nodes=passport.get("clients", 0), own_data="sha256" not in passport, own_model=True,
+                model="a model that was not recorded", parameters=0,
+            )  # fmt: skip
+        try:
+            return msgspec.convert(manifest.get("deployed"), Deployed | None)
+        except msgspec.ValidationError as error:
+            raise IntegrityError(f"the manifest of {where}: deployed: {error}") from None
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A finished run on disk; the history is read when asked for."""
+
+    folder: Path
+    config: Config
+    manifest: Mapping[str, Any]
+
+    @staticmethod
+    def open(folder: Path) -> StoredRun:
+        manifest = read_manifest(folder)
+        if manifest is None:
+            raise IntegrityError(f"{folder} holds no finished run (it has no manifest)")
+        text = read_sealed(folder, manifest, "config.toml")
+        config = stored_config(folder / "config.toml", text)
+        _check_same_run(folder, check(manifest, RunManifest), config)
+        run = StoredRun(folder, config, manifest)
+        _check_identity(run)
+        return run
+
+    @cached_property
+    def identity(self) -> Identity:
+        try:
+            return recorded_identity(self.manifest, self.config)
+        except IntegrityError as error:
+            raise IntegrityError(f"the manifest of {self.folder}: {error}") from None
+
+    def history(self) -> History:
+        state = self.state()
+        found = self._read(
+            "history.safetensors",
+            lambda content: unpack_history(content, state, self.config.method, self.manifest),
+        )
+        _check_same_history(self, found)
+        return found
+
+    def state(self) -> State:
+        """The final state; that of a condensed run was not kept."""
+        if self.manifest.get("condensed"):
+            return no_state(int(self.manifest["rounds"]))
+        state = self._read("state.safetensors", unpack_state)
+        if not 0 <= state.round <= self.config.train.rounds:
+            raise IntegrityError(f"{self.folder}: its state is of round {state.round}")
+        return state
+
+    def _read(self, name: str, unpack: Callable[[bytes], T]) -> T:
+        content = read_sealed(self.folder, self.manifest, name)
+        try:
+            return unpack(content)
+        except IntegrityError as error:
+            raise IntegrityError(f"{self.folder / name}: {error}") from None
+
+
+def stored_config(path: Path, content: bytes) -> Config:
+    """A configuration as it was stored: all its sections are there."""
+    try:
+        values = parse_toml(content.decode(), str(path))
+        lacking = [field for field in Config.__struct_fields__ if field not in values]
+        if lacking:
+            raise BadInput(f"it lacks {', '.join(lacking)}")
+        return Config.from_dict(values)
+    except ValueError as error:  # BadInput, too: a method may need its plugin
+        raise BadInput(f"{path} cannot be used: {error}") from None
+
+
+def _check_same_run(folder: Path, manifest: RunManifest, config: Config) -> None:
+    """The manifest is of this configuration."""
+    rounds = config.train.rounds
+    agree(
+        f"the run in {folder}",
+        fingerprint=(manifest.fingerprint, config.fingerprint),
+        name=(manifest.name, config.name),
+        method=(manifest.method, config.method.label),
+        protocol=(manifest.protocol, config.protocol),
+        starts_from=(manifest.starts_from, config.model.weights_sha256 or "scratch"),
+        seed=(manifest.birth.seed, config.train.seed),
+        rounds=(manifest.rounds, min(manifest.rounds, rounds)),
+        diverged_at=(manifest.diverged_at or 0, min(manifest.diverged_at or 0, rounds)),
+    )
+    check_same_data(folder, manifest.passport, config)
+
+
+def _check_identity(run: StoredRun) -> None:
+    """What the run computes, as far as its other records tell: copies and versions go by it."""
+    found, config = run.identity, run.config
+    agree(
+        f"the run in {run.folder}",
+        settings=(found.settings, config.fingerprint),
+        data=(found.data, run.manifest["passport"].get("dataset_sha256")),
+        version=(found.version, min(max(found.version, 1), version_of(config.method))),
+    )
+
+
+def check_same_data(folder: Path, passport: Partition, config: Config) -> None:
+    """The partition is the one that the configuration asks for, as far as it was noted."""
+    asked = msgspec.to_builtins(config.partition)
+    pairs = {
+        "clients": (passport.clients, config.data.clients),
+        "dataset": (passport.dataset, config.data.name),
+        "seed of the partition": (passport.seed, config.data.seed),
+        "partition": (asked | (passport.partition or {}), asked),
+        "fraction": (passport.fraction, config.data.fraction),
+        "samples": (passport.samples, config.data.samples),
+    }
+    agree(folder, **{fact: pair for fact, pair in pairs.items() if pair[0] is not None})
+
+
+def _where_told(told: Sequence[int], known: Sequence[int] | None) -> list[int]:
+    return [size and one for size, one in zip(told, known or told, strict=False)]
+
+
+def _check_same_history(run: StoredRun, history: History) -> None:
+    """The history is of this run: as many clients, samples and rounds, and it is whole."""
+    facts, rounds = run.manifest, run.config.train.rounds
+    last = int(history.evaluated[-1]) if len(history.evaluated) else 0
+    diverged = facts["diverged_at"]  # the last evaluation is missing if the run diverged
+    whole = rounds if diverged is None else min(last, diverged, rounds - 1)
+    samples = {split: counts.tolist() for split, counts in history.samples.items()}
+    sizes = facts["passport"].get("split_sizes") or samples
+    if Deployed.of(facts, run.folder) is not None:  # clients that never told their sizes have 0
+        sizes = {split: _where_told(counts, sizes.get(split)) for split, counts in samples.items()}
+    counters = (history.exchanges, history.bytes_down, history.bytes_up)
+    named = ("exchanges_per_client", "bytes_down_per_client", "bytes_up_per_client")
+    agree(
+        f"the history of the run in {run.folder}",
+        clients=(history.loss.shape[1], run.config.data.clients),
+        samples=(samples, sizes),
+        last_round=(last, whole),
+        traffic=(counters, tuple(facts[name] for name in named)),
+    )
+
+
+def recorded_federation(run: StoredRun) -> dict[str, Any] | None:
+    """The passport and class counts behind a stored run, if they were kept beside it."""
+    sha = str(run.manifest["passport"].get("sha256", "unknown"))
+    try:
+        path = inside(run.folder.parent / "federations", f"{sha[:16]}.json")
+    except IntegrityError as error:
+        raise IntegrityError(f"the manifest of {run.folder} names a partition: {error}") from None
+    found = read_record(path, FederationRecord, "delete it")
+    if found is not None:
+        facts, same = run.manifest["passport"], ("sha256", "clients", "sizes", "classes_by_client")
+        agree(path, **{fact: (found.get(fact), facts.get(fact)) for fact in same})
+    return found
+
+
+def final_scores(history: History) -> dict[str, dict[str, float]]:
+    """The main fairness numbers of every evaluated split and model after the last round; without
+    those of which no client of a deployed run has told anything."""
+    found: dict[str, dict[str, float]] = {}
+    for (split, model), table in history.accuracy.items():
+        if len(history.evaluated) and bool(table[-1].isfinite().any()):
+            scores = history.fairness(split, model)
+            found[f"{split}/{model}"] = {name: float(scores[name]) for name in SCORES}
+    return found

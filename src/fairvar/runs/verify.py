@@ -1,0 +1,198 @@
+"""Checking stored results: are the files as they were written, and do they come out again?
+
+A run from a GPU does not come out bit by bit on a CPU: sums are taken in another order, and a
+network's training then drifts apart. So a few first rounds are run again and compared within a
+tolerance, in the measures that reports use. The tolerance is wide for runs whose products were
+rounded (TF32, bfloat16) and that take many local steps between two evaluations: hundreds of steps
+of a network turn such rounding into another trajectory.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from fairvar import rng
+from fairvar.runs.config import Config
+from fairvar.engine.train import run_rounds
+from fairvar.errors import BadInput, IntegrityError
+from fairvar.runs.runner import federation_of, model_of
+from fairvar.engine.history import History
+from fairvar.runs.identity import identity_of
+from fairvar.runs.archive import ARCHIVE, LIST, Condensed, extract, unpacked, write_list
+from fairvar.report.gather import places, stored_runs
+from fairvar.runs.store import is_complete, verify
+from fairvar.runs.stored import Deployed, StoredRun, final_scores
+
+
+class Tolerance(NamedTuple):
+    accuracy: float  # of the mean over clients, as a fraction
+    loss: float  # relative, of every client's training loss; stored losses have three digits
+
+    def __str__(self) -> str:
+        return f"{100 * self.accuracy:g} points, {self.loss:.0%}"
+
+
+NARROW, WIDE = Tolerance(0.005, 0.02), Tolerance(0.03, 0.10)
+
+
+def tolerance(config: Config) -> Tolerance:
+    train = config.train
+    one_step = train.local_epochs is None and train.local_steps == 1
+    return NARROW if train.precision == "full" or one_step else WIDE
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """A stored run beside its first rounds run again."""
+
+    run: StoredRun
+    rounds: int
+    accuracy: float  # largest difference of a mean accuracy over clients
+    answers: float  # largest share of answers, of all clients together, that came out otherwise
+    loss: float  # largest relative difference of a client's training loss
+
+    @property
+    def holds(self) -> bool:
+        allowed = tolerance(self.run.config)
+        return self.accuracy <= allowed.accuracy and self.loss <= allowed.loss
+
+    def to_dict(self) -> dict[str, Any]:
+        config = self.run.config
+        return {
+            "run": self.run.folder.name,
+            "method": config.method.label,
+            "dataset": config.data.name,
+            "protocol": config.protocol,
+            "alpha": getattr(config.partition, "alpha", None),
+            "lr": config.train.lr,
+            "seed": config.train.seed,
+            "made_on": self.run.manifest["birth"].get("device"),
+            "rounds": self.rounds,
+            "accuracy_difference": self.accuracy,
+            "answers_that_differ": self.answers,
+            "loss_difference": self.loss,
+            "tolerance": tolerance(config)._asdict(),
+            "holds": self.holds,
+        }
+
+
+def check_files(folder: Path) -> int:
+    """Check every file of every run against its seal; the number of runs and summaries."""
+    checked = len(stored_runs(folder))
+    for place in places(folder):  # a run may be in an archive and again beside it
+        for path in filter(is_complete, place.iterdir()):
+            verify(path)
+            run = StoredRun.open(path)
+            _check_scores(run, run.history())
+    for summary in Condensed.all_in(unpacked(folder)):
+        summary.summary()
+        checked += 1
+    return checked
+
+
+def _check_scores(run: StoredRun, history: History) -> None:
+    """The numbers in the manifest are those of the history."""
+    found, told = final_scores(history), run.manifest["result"]
+    flat = [(key, name) for key in found for name in found[key]]
+    pairs = [(found[key][name], told.get(key, {}).get(name)) for key, name in flat]
+    if found.keys() != told.keys() or not all(
+        np.isclose(a, b, rtol=1e-6, atol=1e-12, equal_nan=True) for a, b in pairs
+    ):
+        raise IntegrityError(f"the manifest of {run.folder} tells other results than its history")
+
+
+def seal_archive(folder: Path) -> tuple[Path, int]:
+    """Write the list of contents beside an archive from before there were such lists, after
+    checking all that it holds; the list, and the number of runs and summaries."""
+    if os.path.lexists(folder / LIST):
+        raise BadInput(f"{folder / LIST} is there already; it is never overwritten")
+    with tempfile.TemporaryDirectory(prefix="fairvar-") as place:
+        contents = extract(folder / ARCHIVE, Path(place))
+        checked = check_files(Path(place))
+    return write_list(folder, *contents), checked
+
+
+def draw(runs: Sequence[StoredRun], number: int, seed: int) -> list[StoredRun]:
+    """Some of the runs that have something to compare, at random."""
+    here = [run for run in runs if not _elsewhere(run)]
+    alive = [run for run in here if run.manifest["diverged_at"] is None]
+    if not alive:
+        raise BadInput("every run diverged: there is nothing to run again" if here else
+                       "all runs were deployed with data or a model that are not here")  # fmt: skip
+    chosen = rng.stream(seed, "verify").permutation(len(alive))[:number]
+    return [alive[i] for i in sorted(chosen)]
+
+
+def _elsewhere(run: StoredRun) -> bool:
+    """Deployed with the nodes' own data or the app's own model: neither is here."""
+    deployed = Deployed.of(run.manifest, run.folder)
+    return deployed is not None and (deployed.own_data or deployed.own_model)
+
+
+def rerun(
+    run: StoredRun,
+    evaluations: int,
+    device: str = "cpu",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Agreement:
+    """Run the rounds up to the given number of evaluations again, and compare."""
+    stored, config = run.history(), run.config
+    evaluated = stored.evaluated[:evaluations]
+    if not len(evaluated):
+        raise BadInput(f"{run.folder.name} was never evaluated: there is nothing to compare")
+    _check_here(run)
+    settings = replace(config.train, rounds=int(evaluated[-1]), device=device)
+    federation = federation_of(config)
+    again = run_rounds(
+        model_of(config, federation),
+        federation,
+        config.method,
+        config.model.loss,
+        settings,
+        config.evaluate,
+        progress=progress,
+    )
+    return compared(run, stored, again)
+
+
+def _check_here(run: StoredRun) -> None:
+    """Other data or code would give other numbers, and say nothing about the stored ones."""
+    here, there = identity_of(run.config), run.identity
+    if here.data != there.data:
+        raise BadInput(
+            f"{run.folder.name} was made from other data than {run.config.data.name} is here: "
+            f"sha256 {str(there.data)[:12]}, not {str(here.data)[:12]}"
+        )
+    if (here.version, here.code) != (there.version, there.code):
+        raise BadInput(f"{run.folder.name} was made with another version of the code of "
+                       f"{run.config.method.label} than the one here")  # fmt: skip
+
+
+def compared(run: StoredRun, stored: History, again: History) -> Agreement:
+    """At the evaluated rounds that both have."""
+    rows = len(again.evaluated)
+    accuracy, answers = 0.0, 0.0
+    for key, table in again.accuracy.items():
+        gap = table - stored.accuracy[key][:rows]
+        samples = again.samples[key[0]].double()
+        accuracy = max(accuracy, float(gap.nanmean(1).abs().max()))
+        answers = max(answers, float((gap.abs() * samples).nansum(1).max() / samples.sum()))
+    seen = torch.isin(again.observed + 1, again.evaluated)
+    loss = _relative(again.loss[seen], stored.loss[:rows])
+    return Agreement(run, again.rounds, accuracy, answers, loss)
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    gap = (a - b).abs() / b.abs().clamp_min(1e-3)
+    measured = gap[torch.isfinite(gap)]
+    return float(measured.max()) if len(measured) else 0.0

@@ -1,0 +1,1 @@
+"""Files, memory, signals and progress: what depends on the operating system."""
