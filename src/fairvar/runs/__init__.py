@@ -1,0 +1,1 @@
+"""Configurations, stored runs, sweeps and their workers."""
