@@ -23,11 +23,14 @@ import torch
 from filelock import Timeout
 from msgspec.structs import replace
 
-from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
-from fairvar.runs.config import Config
+from fairvar.data.federation import Federation
 from fairvar.engine.grid import Member, members_that_fit, train_grid, trains_together
+from fairvar.engine.history import History
 from fairvar.engine.train import Checkpoint, prepare
 from fairvar.errors import BadInput, IntegrityError, RunFailed
+from fairvar.methods import FedAvg
+from fairvar.runs.config import Config
+from fairvar.runs.identity import checkpoint_key, identity_of
 from fairvar.runs.runner import (
     Watch,
     compute,
@@ -45,10 +48,7 @@ from fairvar.runs.runner import (
     save_run,
     store_run,
 )
-from fairvar.data.federation import Federation
-from fairvar.engine.history import History
-from fairvar.runs.identity import checkpoint_key, identity_of
-from fairvar.methods import FedAvg
+from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
 from fairvar.runs.store import (
     inside,
     is_complete,

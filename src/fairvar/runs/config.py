@@ -19,15 +19,15 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import msgspec
 import tomli_w
 
-from fairvar.validation import Checked, Count, Fraction, Share, check_component, reason
 from fairvar.data import DATASET_NAMES, Dirichlet, Partition
 from fairvar.engine.losses import LOSSES
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.errors import BadInput, plain, shown, suggestion, unknown
-from fairvar.system.files import MOST_TEXT, read_bytes
 from fairvar.methods import METHODS, FedAvg, Method
 from fairvar.models import MODELS
 from fairvar.runs.select import Criterion
+from fairvar.system.files import MOST_TEXT, read_bytes
+from fairvar.validation import Checked, Count, Fraction, Share, check_component, reason
 
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 # Where a run happens does not change what it is.

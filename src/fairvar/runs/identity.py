@@ -25,14 +25,14 @@ import msgspec
 import torch
 
 from fairvar._version import __version__
-from fairvar.runs.config import Config, DataConfig, deciding_values
 from fairvar.data import dataset_sha256
 from fairvar.engine.losses import LOSSES
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.methods.base import Method
+from fairvar.methods.plugin import PluginLoader
 from fairvar.models import MODELS
 from fairvar.models.weights import read_tensors
-from fairvar.methods.plugin import PluginLoader
+from fairvar.runs.config import Config, DataConfig, deciding_values
 from fairvar.runs.records import Sha256
 
 RECORD = "identity"  # in a manifest

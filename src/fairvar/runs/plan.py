@@ -18,12 +18,12 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec.structs import replace
 
-from fairvar.validation import Checked, Count, NonNegative, Positive
-from fairvar.runs.config import Config, assign, located, merge_overrides, read_toml, refuse_unknown
 from fairvar.data import Dirichlet, Partition
 from fairvar.errors import BadInput, shown, unknown
 from fairvar.methods import METHODS, Method
+from fairvar.runs.config import Config, assign, located, merge_overrides, read_toml, refuse_unknown
 from fairvar.runs.select import Criterion
+from fairvar.validation import Checked, Count, NonNegative, Positive
 
 PAPER_METHODS = ("fedavg", "afl", "qffl", "aaggff", "fairloss", "fairloss*", "fairgrad",
                  "fairgrad*")  # fmt: skip

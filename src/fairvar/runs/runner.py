@@ -18,19 +18,14 @@ from filelock import Timeout
 from jaxtyping import Int64
 from torch import nn
 
-from fairvar.runs.serialize import (
-    pack_checkpoint,
-    pack_history,
-    pack_state,
-    unpack_checkpoint,
-)
-from fairvar.runs.config import Config
 from fairvar.data import load_federation
+from fairvar.data.federation import Federation
+from fairvar.engine.history import History
 from fairvar.engine.state import DoesNotFit
 from fairvar.engine.train import Checkpoint, run_rounds
 from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
-from fairvar.data.federation import Federation
-from fairvar.engine.history import History
+from fairvar.models import build, load_weights
+from fairvar.runs.config import Config
 from fairvar.runs.identity import (
     RECORD,
     Identity,
@@ -39,8 +34,13 @@ from fairvar.runs.identity import (
     identity_of,
     recorded_identity,
 )
-from fairvar.models import build, load_weights
 from fairvar.runs.records import RunManifest
+from fairvar.runs.serialize import (
+    pack_checkpoint,
+    pack_history,
+    pack_state,
+    unpack_checkpoint,
+)
 from fairvar.runs.store import (
     LOCKS,
     MANIFEST,

@@ -10,20 +10,20 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from fairvar.runs.serialize import (
-    unpack_history,
-    unpack_state,
-)
-from fairvar.runs.config import Config, parse_toml
+from fairvar.engine.history import History
 from fairvar.engine.state import State, no_state
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.engine.history import History
+from fairvar.runs.config import Config, parse_toml
 from fairvar.runs.identity import (
     Identity,
     recorded_identity,
     version_of,
 )
 from fairvar.runs.records import FederationRecord, Partition, RunManifest, agree, check
+from fairvar.runs.serialize import (
+    unpack_history,
+    unpack_state,
+)
 from fairvar.runs.store import (
     inside,
     read_manifest,

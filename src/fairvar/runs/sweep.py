@@ -19,16 +19,16 @@ from typing import Any
 import msgspec
 import torch
 
-from fairvar.runs.config import Config
 from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput
-from fairvar.runs.runner import Interrupted, federation_of, missing, model_of, run_folder
 from fairvar.runs.batch import Group, arrange, kind, tidy
+from fairvar.runs.config import Config
 from fairvar.runs.identity import look_again
+from fairvar.runs.runner import Interrupted, federation_of, missing, model_of, run_folder
+from fairvar.runs.workers import Plain, Pulse, Task, run_workers, work
 from fairvar.system.progress import Report
 from fairvar.system.signals import stop_signals
-from fairvar.runs.workers import Plain, Pulse, Task, run_workers, work
 
 UNITS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 
