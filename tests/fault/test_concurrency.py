@@ -12,6 +12,7 @@ from nursery import Nursery, run_folders, sweep_bytes
 from fairvar.errors import BadInput
 from fairvar.report.gather import gather, stored_runs
 from fairvar.runs import runner as experiment
+from fairvar.runs.identity import fingerprint
 from fairvar.runs.plan import Plan
 from fairvar.runs.runner import Watch, run_cell, run_folder
 from fairvar.runs.stored import StoredRun
@@ -75,7 +76,7 @@ def test_a_run_finished_just_before_the_lock_is_not_repeated(short, monkeypatch)
     cell = Plan.load(short / "plan.toml").cells[0]
     manifest = run_cell(cell, short / "out", Watch())
     assert manifest is not None
-    assert manifest["fingerprint"] == cell.fingerprint
+    assert manifest["fingerprint"] == fingerprint(cell)
 
 
 def test_the_lock_of_a_dead_process_is_no_lock(children, short, tmp_path):

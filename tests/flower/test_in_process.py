@@ -32,7 +32,7 @@ from fairvar.deploy.flower.setup import read_setup
 from fairvar.methods.base import Method
 from fairvar.report.gather import gather
 from fairvar.report.write import group_table
-from fairvar.runs.identity import checkpoint_key
+from fairvar.runs.identity import checkpoint_key, fingerprint
 from fairvar.runs.runner import Watch, federation_of, model_of, run_cell
 from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
 from fairvar.runs.store import read_checkpoints, write_checkpoint
@@ -219,7 +219,7 @@ def test_a_deployed_run_tells_its_own_model_and_stands_apart(tmp_path: Path) -> 
     assert [t.rows[0].cells["seeds"] for t in titles.values()] == ["1"] * 3
     (mine,) = (g for g in gather(out) if g.deployed and g.deployed.own_model)
     assert "name" not in mine.settings["model"]
-    assert own.config.fingerprint == usual.config.fingerprint
+    assert fingerprint(own.config) == fingerprint(usual.config)
 
 
 def test_a_node_with_a_single_class_takes_part(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from fairvar.errors import BadInput
 from fairvar.runs import batch as groups
 from fairvar.runs import runner as experiment
 from fairvar.runs import sweep
-from fairvar.runs.batch import arrange, kind, run_group
+from fairvar.runs.batch import arrange, run_group
+from fairvar.runs.identity import batch_key, fingerprint
 from fairvar.runs.plan import Plan
 from fairvar.runs.runner import Interrupted, Watch, missing, run_cell, run_folder
 from fairvar.runs.store import MANIFEST, SLOTS, pack_files, unpack_files
@@ -118,8 +119,8 @@ def all_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_papers_grid_in_groups():
     cells = Plan.load(PAPER / "mnist.toml").cells
     found = arrange(cells)
-    assert sorted(c.fingerprint for g in found for c in g) == sorted(c.fingerprint for c in cells)
-    assert all(len({kind(cell) for cell in group}) == 1 for group in found)
+    assert sorted(fingerprint(c) for g in found for c in g) == sorted(fingerprint(c) for c in cells)
+    assert all(len({batch_key(cell) for cell in group}) == 1 for group in found)
     assert max(map(len, found)) == groups.MOST_TOGETHER
     assert len(found) < 100
     assert all(len(group) > 20 for group in found)

@@ -96,7 +96,7 @@ def run(
     from fairvar.methods.plugin import load_plugin
     from fairvar.report.show import run_table
     from fairvar.runs.config import Config
-    from fairvar.runs.identity import look_again
+    from fairvar.runs.identity import fingerprint, forget_files
     from fairvar.runs.runner import Watch, run_cell, run_folder, start_note
     from fairvar.runs.store import check_writable, verify
     from fairvar.system.progress import progress
@@ -105,10 +105,10 @@ def run(
     load_plugin(plugin)
     settings = Config.load(config, overrides)
     if dry and json:
-        return print_json({"config": settings.to_dict(), "fingerprint": settings.fingerprint})
+        return print_json({"config": settings.to_dict(), "fingerprint": fingerprint(settings)})
     if dry:
-        return print(settings.to_toml() + f"\n# fingerprint {settings.fingerprint}")
-    look_again()
+        return print(settings.to_toml() + f"\n# fingerprint {fingerprint(settings)}")
+    forget_files()
     folder = run_folder(settings, out)  # which the data decide, too: they must be readable
     check_writable(out)
     tell(start_note(settings))
@@ -166,7 +166,7 @@ def sweep(
         json: print the outcome as JSON.
     """
     from fairvar.methods.plugin import load_plugin
-    from fairvar.runs.identity import look_again
+    from fairvar.runs.identity import forget_files
     from fairvar.runs.plan import Plan, differences
     from fairvar.runs.runner import missing, run_folder, start_note
     from fairvar.runs.store import check_writable
@@ -188,7 +188,7 @@ def sweep(
             values = ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("run", "method"))
             say(f"{row['run']}  {row['method']}, {values}")
         return say(f"{len(cells)} runs")
-    look_again()
+    forget_files()
     for cell in cells:
         run_folder(cell, folder)  # bad data write nothing
     check_writable(folder)

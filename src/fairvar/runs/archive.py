@@ -29,14 +29,13 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 from safetensors.numpy import save
 
-from fairvar.runs.serialize import condensed_history, load_tensors
-from fairvar.runs.config import Config
 from fairvar.errors import IntegrityError, RunFailed
-from fairvar.system.files import MOST_ARCHIVE, digest, open_regular
-from fairvar.runs.identity import RECORD, Identity, recorded_identity
-from fairvar.runs.records import ArchiveList, EntryName, Model, SummaryManifest, agree, check
 from fairvar.report.trial import Summary, Trial
+from fairvar.runs.config import Config
+from fairvar.runs.identity import RECORD, Identity, fingerprint, recorded_identity
+from fairvar.runs.records import ArchiveList, EntryName, Model, SummaryManifest, agree, check
 from fairvar.runs.select import Curve
+from fairvar.runs.serialize import condensed_history, load_tensors
 from fairvar.runs.store import (
     inside,
     is_complete,
@@ -48,6 +47,7 @@ from fairvar.runs.store import (
     write_bytes,
 )
 from fairvar.runs.stored import StoredRun, check_same_data, stored_config
+from fairvar.system.files import MOST_ARCHIVE, digest, open_regular
 
 if TYPE_CHECKING:
     from fairvar.report.gather import Group
@@ -185,7 +185,7 @@ def _summary_files(group: Group, trial: Trial) -> dict[str, bytes]:
     for model, curve in summary.valid.items():
         tensors |= {f"{model}/mean": curve.mean, f"{model}/variance": curve.variance}
     assert trial.identity is not None  # it was gathered
-    identity = replace(trial.identity, settings=config.fingerprint)
+    identity = replace(trial.identity, settings=fingerprint(config))
     facts = {
         "method": trial.method.label,
         RECORD: to_builtins(identity),

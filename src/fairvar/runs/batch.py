@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 from filelock import Timeout
-from msgspec.structs import replace
 
-from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
-from fairvar.runs.config import Config
+from fairvar.data.federation import Federation
 from fairvar.engine.grid import Member, members_that_fit, train_grid, trains_together
+from fairvar.engine.history import History
 from fairvar.engine.train import Checkpoint, prepare
 from fairvar.errors import BadInput, IntegrityError, RunFailed
+from fairvar.runs.config import Config
+from fairvar.runs.identity import batch_key, checkpoint_key, fingerprint, identity_of
 from fairvar.runs.runner import (
     Watch,
     compute,
@@ -45,10 +46,7 @@ from fairvar.runs.runner import (
     save_run,
     store_run,
 )
-from fairvar.data.federation import Federation
-from fairvar.engine.history import History
-from fairvar.runs.identity import checkpoint_key, identity_of
-from fairvar.methods import FedAvg
+from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
 from fairvar.runs.store import (
     inside,
     is_complete,
@@ -76,11 +74,11 @@ def arrange(cells: Sequence[Config], batch: bool = True) -> list[Group]:
     unfinished sweep has the grids of the first seeds first.
     """
     families: dict[Any, list[int]] = {}
-    places = {cell.fingerprint: place for place, cell in reversed(list(enumerate(cells)))}
+    places = {fingerprint(cell): place for place, cell in reversed(list(enumerate(cells)))}
     for place in sorted(places.values()):
         cell = cells[place]
         shares = cell.train.batch_size is None or cell.train.seed
-        families.setdefault((kind(cell), shares), []).append(place)
+        families.setdefault((batch_key(cell), shares), []).append(place)
     pieces, known = [], dict[Any, int]()
     for (sort, _), family in families.items():
         asked = (sort, len(family))  # seeds do not matter
@@ -89,12 +87,6 @@ def arrange(cells: Sequence[Config], batch: bool = True) -> list[Group]:
         most = known[asked] if batch else 1
         pieces += [family[i : i + most] for i in range(0, len(family), most)]
     return [tuple(cells[place] for place in piece) for piece in sorted(pieces)]
-
-
-def kind(cell: Config) -> tuple[Any, ...]:
-    """Equal for runs that differ in the method's numbers, the learning rate and the seed only."""
-    bare = replace(cell, method=FedAvg(), train=replace(cell.train, lr=1.0, seed=0))
-    return bare, repr(cell.method.form)
 
 
 def _most(family: Sequence[Config]) -> int:

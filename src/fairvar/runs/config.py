@@ -1,4 +1,4 @@
-"""`Config`: everything a run depends on, as one checked value with a fingerprint.
+"""`Config`: everything a run depends on, as one checked value.
 
 TOML file and `key=value` overrides are merged first and converted once, so both get the same
 checks. Unknown keys are refused with the nearest known one.
@@ -6,8 +6,6 @@ checks. Unknown keys are refused with the nearest known one.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -19,23 +17,18 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import msgspec
 import tomli_w
 
-from fairvar.validation import Checked, Count, Fraction, Share, check_component, reason
 from fairvar.data import DATASET_NAMES, Dirichlet, Partition
 from fairvar.engine.losses import LOSSES
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.errors import BadInput, plain, shown, suggestion, unknown
-from fairvar.system.files import MOST_TEXT, read_bytes
 from fairvar.methods import METHODS, FedAvg, Method
 from fairvar.models import MODELS
 from fairvar.runs.select import Criterion
+from fairvar.system.files import MOST_TEXT, read_bytes
+from fairvar.validation import Checked, Count, Fraction, Share, check_component, reason
 
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-# Where a run happens does not change what it is.
-NOT_IN_FINGERPRINT = ("name", "data.root", "model.weights", "train.device", "train.chunk",
-                      "train.capture", "select")  # fmt: skip
 MOST_DOTS, MOST_LEVELS = 1000, 20  # in a line of TOML; of sections within sections
-# Keys that came later. With these values a run is what it was before, and keeps its name.
-SINCE_THEN = {"train.precision": "full"}
 EXAMPLE = "`fairvar example > quick.toml` writes one to start from"
 
 
@@ -130,32 +123,6 @@ class Config(Checked, frozen=True, kw_only=True):
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.to_dict())
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the canonical form: the same for the same computation on any machine."""
-        try:
-            hash(self)
-        except TypeError:  # a method of one's own may hold a list
-            return _fingerprint.__wrapped__(self)
-        return _fingerprint(self)
-
-
-@lru_cache(maxsize=100_000)  # a sweep asks for its thousands of folders again and again
-def _fingerprint(config: Config) -> str:
-    text = json.dumps(deciding_values(config), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def deciding_values(config: Config) -> dict[str, Any]:
-    """The settings that decide what a run computes, in canonical form."""
-    values = config.to_dict()
-    for dotted in (*NOT_IN_FINGERPRINT, *SINCE_THEN):
-        *path, last = dotted.split(".")
-        section = reduce(lambda d, k: d.get(k, {}), path, values)
-        if section.get(last) == SINCE_THEN.get(dotted, section.get(last)):
-            section.pop(last, None)
-    return dict(_canonical(values))
 
 
 def _single(values: dict[str, Any]) -> dict[str, Any]:
@@ -329,12 +296,3 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _without_none(v) for k, v in value.items() if v is not None}
     return list(value) if isinstance(value, tuple) else value
-
-
-def _canonical(value: Any) -> Any:
-    """Floats by their bits, so that no formatting rule can change a fingerprint."""
-    if isinstance(value, dict):
-        return {k: _canonical(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_canonical(v) for v in value]
-    return (value + 0.0).hex() if isinstance(value, float) else value  # −0.0 is 0.0

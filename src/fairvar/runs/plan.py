@@ -18,12 +18,13 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec.structs import replace
 
-from fairvar.validation import Checked, Count, NonNegative, Positive
-from fairvar.runs.config import Config, assign, located, merge_overrides, read_toml, refuse_unknown
 from fairvar.data import Dirichlet, Partition
 from fairvar.errors import BadInput, shown, unknown
 from fairvar.methods import METHODS, Method
+from fairvar.runs.config import Config, assign, located, merge_overrides, read_toml, refuse_unknown
+from fairvar.runs.identity import fingerprint
 from fairvar.runs.select import Criterion
+from fairvar.validation import Checked, Count, NonNegative, Positive
 
 PAPER_METHODS = ("fedavg", "afl", "qffl", "aaggff", "fairloss", "fairloss*", "fairgrad",
                  "fairgrad*")  # fmt: skip
@@ -173,7 +174,7 @@ def differences(cells: Sequence[Config]) -> list[dict[str, Any]]:
         alpha = getattr(cell.partition, "alpha", None)
         keys = dict.fromkeys([cell.method.fairness_knob, *told])
         rows.append({
-            "run": cell.fingerprint[:16], "method": cell.method.label,
+            "run": fingerprint(cell)[:16], "method": cell.method.label,
             **{key: each[key] for key in keys if key in each}, "lr": cell.train.lr,
             **({} if alpha is None else {"alpha": alpha}), "seed": cell.train.seed,
         })  # fmt: skip

@@ -11,13 +11,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from fairvar.runs.config import Config
 from fairvar.errors import BadInput
-from fairvar.runs.runner import Interrupted, Watch, missing
 from fairvar.runs.batch import arrange, parts_to_do, run_group
+from fairvar.runs.config import Config
+from fairvar.runs.runner import Interrupted, Watch, missing
+from fairvar.runs.store import LOCKS, MANIFEST, save_files
 from fairvar.system.progress import Report
 from fairvar.system.signals import stop_signals
-from fairvar.runs.store import LOCKS, MANIFEST, save_files
 
 
 def compute_files(group: Sequence[str]) -> dict[str, bytes]:

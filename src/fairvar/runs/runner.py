@@ -18,29 +18,30 @@ from filelock import Timeout
 from jaxtyping import Int64
 from torch import nn
 
+from fairvar.data import load_federation
+from fairvar.data.federation import Federation
+from fairvar.engine.history import History
+from fairvar.engine.state import DoesNotFit
+from fairvar.engine.train import Checkpoint, run_rounds
+from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
+from fairvar.models import build, load_weights
+from fairvar.runs.config import Config
+from fairvar.runs.identity import (
+    RECORD,
+    Identity,
+    checkpoint_key,
+    data_sha256,
+    fingerprint,
+    identity_of,
+    recorded_identity,
+)
+from fairvar.runs.records import RunManifest
 from fairvar.runs.serialize import (
     pack_checkpoint,
     pack_history,
     pack_state,
     unpack_checkpoint,
 )
-from fairvar.runs.config import Config
-from fairvar.data import load_federation
-from fairvar.engine.state import DoesNotFit
-from fairvar.engine.train import Checkpoint, run_rounds
-from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
-from fairvar.data.federation import Federation
-from fairvar.engine.history import History
-from fairvar.runs.identity import (
-    RECORD,
-    Identity,
-    checkpoint_key,
-    data_sha256,
-    identity_of,
-    recorded_identity,
-)
-from fairvar.models import build, load_weights
-from fairvar.runs.records import RunManifest
 from fairvar.runs.store import (
     LOCKS,
     MANIFEST,
@@ -308,7 +309,7 @@ def class_counts(federation: Federation) -> Int64[np.ndarray, "n classes"]:
 def _facts(config: Config, history: History, passport: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name": config.name,
-        "fingerprint": config.fingerprint,
+        "fingerprint": fingerprint(config),
         "method": config.method.label,
         "protocol": config.protocol,
         "starts_from": config.model.weights_sha256 or "scratch",

@@ -12,10 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from fairvar.engine.history import History, Tables, history_from_tables
 from fairvar.engine.state import State
 from fairvar.engine.train import Checkpoint
 from fairvar.errors import IntegrityError
-from fairvar.engine.history import History, Tables, history_from_tables
 from fairvar.methods.base import Method
 from fairvar.tree import Tree
 

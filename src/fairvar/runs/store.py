@@ -23,8 +23,8 @@ from typing import Any
 from filelock import FileLock
 
 from fairvar.errors import BadInput, IntegrityError, RunFailed
-from fairvar.system.files import MOST_RECORD, MOST_TENSORS, read_bytes
 from fairvar.runs.records import Manifest, Record, RunManifest, check, parse_json
+from fairvar.system.files import MOST_RECORD, MOST_TENSORS, read_bytes
 
 MANIFEST = "manifest.json"
 SEAL = ',\n  "seal": "'

@@ -10,20 +10,21 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from fairvar.runs.serialize import (
-    unpack_history,
-    unpack_state,
-)
-from fairvar.runs.config import Config, parse_toml
+from fairvar.engine.history import History
 from fairvar.engine.state import State, no_state
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.engine.history import History
+from fairvar.runs.config import Config, parse_toml
 from fairvar.runs.identity import (
     Identity,
+    fingerprint,
     recorded_identity,
     version_of,
 )
 from fairvar.runs.records import FederationRecord, Partition, RunManifest, agree, check
+from fairvar.runs.serialize import (
+    unpack_history,
+    unpack_state,
+)
 from fairvar.runs.store import (
     inside,
     read_manifest,
@@ -135,7 +136,7 @@ def _check_same_run(folder: Path, manifest: RunManifest, config: Config) -> None
     rounds = config.train.rounds
     agree(
         f"the run in {folder}",
-        fingerprint=(manifest.fingerprint, config.fingerprint),
+        fingerprint=(manifest.fingerprint, fingerprint(config)),
         name=(manifest.name, config.name),
         method=(manifest.method, config.method.label),
         protocol=(manifest.protocol, config.protocol),
@@ -152,7 +153,7 @@ def _check_identity(run: StoredRun) -> None:
     found, config = run.identity, run.config
     agree(
         f"the run in {run.folder}",
-        settings=(found.settings, config.fingerprint),
+        settings=(found.settings, fingerprint(config)),
         data=(found.data, run.manifest["passport"].get("dataset_sha256")),
         version=(found.version, min(max(found.version, 1), version_of(config.method))),
     )

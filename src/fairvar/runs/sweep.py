@@ -19,16 +19,16 @@ from typing import Any
 import msgspec
 import torch
 
-from fairvar.runs.config import Config
 from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput
+from fairvar.runs.batch import Group, arrange, tidy
+from fairvar.runs.config import Config
+from fairvar.runs.identity import batch_key, forget_files
 from fairvar.runs.runner import Interrupted, federation_of, missing, model_of, run_folder
-from fairvar.runs.batch import Group, arrange, kind, tidy
-from fairvar.runs.identity import look_again
+from fairvar.runs.workers import Plain, Pulse, Task, run_workers, work
 from fairvar.system.progress import Report
 from fairvar.system.signals import stop_signals
-from fairvar.runs.workers import Plain, Pulse, Task, run_workers, work
 
 UNITS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 
@@ -82,7 +82,7 @@ def run_sweep(
     """
     if workers < 1 or (save_every is not None and save_every < 1):
         raise BadInput("--workers and --save-every must be at least 1")
-    look_again()
+    forget_files()
     deadline = None if budget is None else time.monotonic() + budget
     with stop_signals() as asked:
         spent = False
@@ -165,7 +165,7 @@ def project(cells: Sequence[Config], out: Path, workers: int, batch: bool = True
     costs = []
     for group in groups_to_do(cells, out, batch):
         todo = missing(group, out)
-        sort = (*kind(todo[0]), len(todo))
+        sort = (*batch_key(todo[0]), len(todo))
         if sort not in seconds:
             seconds[sort] = _seconds_per_group(todo)
         costs.append(seconds[sort])

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from fairvar.runs.config import Config
 from fairvar.errors import (
     BadInput,
     FairvarError,
@@ -31,11 +30,12 @@ from fairvar.errors import (
     explained,
     one_line,
 )
-from fairvar.runs.runner import Interrupted, Watch, missing, run_folder
-from fairvar.runs.batch import Group, run_group
 from fairvar.methods.plugin import load_plugin
-from fairvar.system.signals import INTERRUPTED, handled, held_back, let_through
+from fairvar.runs.batch import Group, run_group
+from fairvar.runs.config import Config
+from fairvar.runs.runner import Interrupted, Watch, missing, run_folder
 from fairvar.runs.store import is_complete
+from fairvar.system.signals import INTERRUPTED, handled, held_back, let_through
 
 MOST_RESTARTS = 3
 LONGEST_LINE = 4000  # bytes; a pipe takes that many though nobody reads

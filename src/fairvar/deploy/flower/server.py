@@ -38,12 +38,13 @@ from fairvar.runs.identity import (
     Identity,
     checkpoint_key,
     code_of,
-    code_sha256,
     data_sha256,
+    fingerprint,
     version_of,
 )
 from fairvar.runs.runner import federation_of, record_federation, run_files, store_run
 from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
+from fairvar.runs.source_code import code_sha256
 from fairvar.runs.store import (
     check_writable,
     is_complete,
@@ -175,7 +176,7 @@ def _identity(setup: Setup) -> Identity:
     if setup.own_model and isinstance(model, nn.Module):
         code = code_sha256(type(config.method), *dict.fromkeys(map(type, model.modules())))
     return Identity(
-        config.fingerprint,
+        fingerprint(config),
         None if setup.own_data else data_sha256(config.data),
         version_of(config.method),
         code,
