@@ -32,8 +32,9 @@ from fairvar.deploy.flower.setup import read_setup
 from fairvar.methods.base import Method
 from fairvar.report.gather import gather
 from fairvar.report.write import group_table
+from fairvar.runs.batch import run_cell
 from fairvar.runs.identity import checkpoint_key, fingerprint
-from fairvar.runs.runner import Watch, federation_of, model_of, run_cell
+from fairvar.runs.runner import Watch, federation_of, model_of
 from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
 from fairvar.runs.store import read_checkpoints, write_checkpoint
 from fairvar.runs.stored import StoredRun
@@ -308,29 +309,6 @@ def test_a_start_that_does_not_fit_is_refused(change: dict, message: str, tmp_pa
         run(config)
 
 
-def test_a_killed_server_is_resumed(tmp_path: Path) -> None:
-    class Killed(Exception):
-        pass
-
-    calls = 0
-
-    def dies(node: int, reply: Message) -> Message:
-        nonlocal calls
-        calls += reply.metadata.message_type == "train"
-        if calls == 12:  # in the third of five rounds
-            raise Killed
-        return reply
-
-    config = run_config(fv.AFL(), tmp_path, rounds=5)
-    with pytest.raises(Killed):
-        run(config, dies)
-    stored = run(config)
-    for name, leaf in expected(stored, rounds=5).state.params.items():
-        assert torch.equal(stored.history().state.params[name], leaf)
-    assert stored.history().rounds == 5
-    assert not (stored.folder / "failed.txt").exists()
-
-
 def half_way(config: dict) -> Path:
     """The folder of a run whose server died in its third round."""
 
@@ -349,6 +327,16 @@ def half_way(config: dict) -> Path:
     with pytest.raises(Killed):
         run(config, dies)
     return folder_of(read_setup(config))
+
+
+def test_a_killed_server_is_resumed(tmp_path: Path) -> None:
+    config = run_config(fv.AFL(), tmp_path, rounds=5)
+    half_way(config)
+    stored = run(config)
+    for name, leaf in expected(stored, rounds=5).state.params.items():
+        assert torch.equal(stored.history().state.params[name], leaf)
+    assert stored.history().rounds == 5
+    assert not (stored.folder / "failed.txt").exists()
 
 
 @pytest.mark.parametrize("kind", ["another run", "another model", "notes", "version"])

@@ -29,10 +29,11 @@ from fairvar.report.overview import overviews
 from fairvar.report.write import group_names, group_table
 from fairvar.runs import identity
 from fairvar.runs.archive import condense
+from fairvar.runs.batch import run_cell
 from fairvar.runs.config import Config
 from fairvar.runs.identity import Identity, fingerprint, identity_of, trial_key
 from fairvar.runs.plan import Plan
-from fairvar.runs.runner import Watch, federation_of, model_of, run_cell, run_folder
+from fairvar.runs.runner import Watch, federation_of, model_of, run_folder
 from fairvar.runs.source_code import code_sha256
 from fairvar.runs.store import MANIFEST, seal
 from fairvar.runs.stored import StoredRun

@@ -240,3 +240,9 @@ def drop_checkpoints(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name in SLOTS or (path.name.startswith(".") and path.is_file()):
             path.unlink(missing_ok=True)
+
+
+def store_run(folder: Path, files: Mapping[str, bytes]) -> None:
+    """The files of a finished run, whose checkpoints are then not needed any more."""
+    save_files(folder, files)
+    drop_checkpoints(folder)

@@ -42,7 +42,7 @@ from fairvar.runs.identity import (
     fingerprint,
     version_of,
 )
-from fairvar.runs.runner import federation_of, record_federation, run_files, store_run
+from fairvar.runs.runner import federation_of, record_federation, run_files
 from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
 from fairvar.runs.source_code import code_sha256
 from fairvar.runs.store import (
@@ -50,6 +50,7 @@ from fairvar.runs.store import (
     is_complete,
     lock_of,
     read_checkpoints,
+    store_run,
     write_checkpoint,
     write_text,
 )
