@@ -18,9 +18,16 @@ _CONTROL = re.compile(
 
 
 class FairvarError(Exception):
-    """Base of all errors that fairvar raises on purpose; `exit_code` is the command line's."""
+    """Base of all errors that fairvar raises on purpose; `exit_code` is the command line's.
+
+    A message may repeat names from files and texts of other libraries: it becomes one printable
+    line here, for every place that raises.
+    """
 
     exit_code = 3
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(one_line(str(message)))
 
 
 class BadInput(FairvarError, ValueError):

@@ -172,9 +172,9 @@ def catches(pid: int, number: int) -> bool:
 
 def _die_in_save(doomed: str, step: str) -> None:
     """Die at once, as in a power cut, inside one step of writing one file."""
-    from fairvar.runs import store
+    from fairvar.system import files
 
-    replace, fsync, sync_folder = os.replace, os.fsync, store._sync_folder
+    replace, fsync, sync_folder = os.replace, os.fsync, files._sync_folder
     writing = False
 
     def die(now: str) -> None:
@@ -220,9 +220,9 @@ def _die_in_save(doomed: str, step: str) -> None:
         die("folder")
         os.fsync = sync
 
-    store.open = Doomed  # type: ignore[attr-defined]
+    files.open = Doomed  # type: ignore[attr-defined]
     os.replace, os.fsync = put, sync  # type: ignore[assignment]
-    store._sync_folder = folder_sync
+    files._sync_folder = folder_sync
 
 
 def _log_computed(path: str) -> None:

@@ -15,6 +15,7 @@ from commands import call
 from fairvar.report.gather import stored_runs
 from fairvar.runs import store
 from fairvar.runs.store import MANIFEST, is_complete, verify
+from fairvar.system import files
 
 FILES = (*KEPT, MANIFEST, "checkpoint-a", "checkpoint-b", "federation")
 ONE_RUN = ("sweep.seeds=1", 'sweep.methods=["afl"]')
@@ -71,7 +72,7 @@ def test_disk_full_at_any_write(stage, nth, short, tmp_path, capsys, monkeypatch
         return FullFile(file) if count == nth else file
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "open", full, raising=False)
+        patch.setattr(files, "open", full, raising=False)
         code, _, err = call(capsys, *command(short, out))
     (line,) = [text for text in err.splitlines() if text]
     assert code == 3
@@ -162,8 +163,8 @@ def test_a_report_cannot_be_half_written(tmp_path, monkeypatch):
     def full(*a: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(store.os, "replace", full)
-    with pytest.raises(store.RunFailed, match="3 bytes needed"):
+    monkeypatch.setattr(files.os, "replace", full)
+    with pytest.raises(files.RunFailed, match="3 bytes needed"):
         store.write_text(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["table.md"]

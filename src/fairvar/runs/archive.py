@@ -44,10 +44,9 @@ from fairvar.runs.store import (
     read_sealed,
     seal,
     with_manifest,
-    write_bytes,
 )
 from fairvar.runs.stored import StoredRun, check_same_data, stored_config
-from fairvar.system.files import MOST_ARCHIVE, digest, open_regular
+from fairvar.system.files import MOST_ARCHIVE, digest, open_regular, write_bytes
 
 if TYPE_CHECKING:
     from fairvar.report.gather import Group

@@ -53,10 +53,10 @@ from fairvar.runs.store import (
     seal,
     unpack_files,
     with_manifest,
-    write_bytes,
     write_checkpoint,
 )
 from fairvar.runs.stored import Deployed, final_scores
+from fairvar.system.files import write_bytes
 
 SECONDS_BETWEEN_CHECKPOINTS = 10.0
 TIME_FOR_CHECKPOINTS = 0.05  # at most this share of a computation

@@ -10,21 +10,18 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import re
-import secrets
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from fairvar.errors import BadInput, IntegrityError, RunFailed
+from fairvar.errors import BadInput, IntegrityError
 from fairvar.runs.records import Manifest, Record, RunManifest, check, parse_json
-from fairvar.system.files import MOST_RECORD, MOST_TENSORS, read_bytes
+from fairvar.system.files import MOST_RECORD, MOST_TENSORS, read_bytes, write_bytes
 
 MANIFEST = "manifest.json"
 SEAL = ',\n  "seal": "'
@@ -60,35 +57,6 @@ def lock_of(folder: Path, timeout: float = 0.0) -> FileLock:
     locks = no_link(folder.parent / LOCKS)
     locks.mkdir(parents=True, exist_ok=True)
     return FileLock(no_link(locks / no_link(folder).name), timeout=timeout)
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """All or nothing: a temporary file beside the target, synced, then renamed over it."""
-    # Not tempfile: its files are private to the user, and results are there to be shared.
-    temporary = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        needed = f"{len(content):,} bytes needed"
-        raise RunFailed(f"cannot write {path}: {error.strerror or error} ({needed})") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """A rename is on disk only when the folder that records it is."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_text(path: Path, text: str) -> None:
