@@ -25,7 +25,7 @@ import fairvar as fv
 from checks import METHODS, OPTIONS
 from fairvar.cli import main
 from fairvar.deploy import notes
-from fairvar.deploy.flower import client_app, grid, server
+from fairvar.deploy.flower import client_app, server, transport
 from fairvar.deploy.flower.client import node_data
 from fairvar.deploy.flower.server import folder_of, run_on
 from fairvar.deploy.flower.setup import read_setup
@@ -461,7 +461,7 @@ class Meanwhile(InProcessGrid):
 def test_a_node_that_comes_during_a_round_is_in_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grid, "LOOK_ROUND", 0.0)
+    monkeypatch.setattr(transport, "POLL_NODES", 0.0)
     config = run_config(fv.FedAvg(), tmp_path, "federation.patience=1")
     nodes = {10 + i: i for i in range(5)}
     stored = StoredRun.open(run_on(Meanwhile(config, nodes), read_setup(config)))
@@ -637,11 +637,11 @@ def test_a_node_has_one_client_id(tmp_path: Path) -> None:
     """A key that belongs to client 3 does not get client 1 as well, while that one is away."""
     config = run_config(fv.FedAvg(), tmp_path, rounds=1)
     grid_ = InProcessGrid(config, {13: 3})
-    transport = grid.GridTransport(grid_, 5)
-    assert transport.present(1, 0) == [3]
+    channel = transport.GridTransport(grid_, 5)
+    assert channel.present(1, 0) == [3]
     grid_.clients = {13: 1}
-    transport.nodes.clear()
-    assert transport.present(1, 0) == []
+    channel.nodes.clear()
+    assert channel.present(1, 0) == []
 
 
 def test_a_liar_on_flower_is_held_and_named(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def flower_new(folder: Path) -> None:
     Args:
         folder: where to; its last part names the app.
     """
-    from fairvar.deploy.flower.new import new_app
+    from fairvar.deploy.flower.apps import new_app
 
     say(*new_app(folder))
 
@@ -58,6 +58,6 @@ def flower_run(app: Path, *arguments: Annotated[str, Parameter(allow_leading_hyp
         app: the app's folder.
         arguments: go to `flwr run`, such as a federation's name, --stream or -c "rounds=10".
     """
-    from fairvar.deploy.flower.launch import run_app
+    from fairvar.deploy.flower.apps import run_app
 
     run_app(app, arguments)
