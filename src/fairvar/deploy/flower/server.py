@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -269,7 +269,7 @@ def _shapes(tree: Tree) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (leaf.shape, leaf.dtype) for name, leaf in tree.items()}
 
 
-def _csv(rows: Sequence[NamedTuple], fields: Sequence[str]) -> bytes:
+def _csv(rows: Sequence[tuple[Any, ...]], fields: Sequence[str]) -> bytes:
     """A table with one row per record; lists are separated by spaces."""
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
