@@ -87,7 +87,7 @@ def _most(family: Sequence[Config]) -> int:
     if len(family) == 1:
         return 1
     data = federation_of(first)
-    # The question is one of shapes: one initial model stands for all.
+    # Only shapes matter here, so one initial model is enough.
     model = first.model.name if first.model.weights is None else model_of(first, data)
     members = [Member(model, cell.method, cell.train) for cell in family]
     most = min(MOST_TOGETHER, members_that_fit(members, data))

@@ -80,8 +80,8 @@ def _typed_in(part: Any) -> bytes:
     try:
         return inspect.getsource(part).encode()
     except (OSError, TypeError):
-        raise BadInput(f"the code of {part.__qualname__} cannot be read, and so its stored runs "
-                       "could not be told from others; put it in a file") from None  # fmt: skip
+        raise BadInput(f"the code of {part.__qualname__} cannot be read, so its stored runs "
+                       "could not be distinguished from others; put it in a file") from None  # fmt: skip
 
 
 def _content(name: str) -> bytes:

@@ -34,7 +34,7 @@ def inside(folder: Path, name: str, depth: int = 1) -> Path:
     """The path of a name that comes from a file: at most `depth` plain parts below the folder.
 
     All such names are checked here. A seal is a checksum, not a signature: a folder or an archive
-    of somebody else may name any place, and may hold links to it.
+    from outside may name any place, and may hold links to it.
     """
     parts = name.split("/")
     if len(parts) > depth or not all(PLAIN.fullmatch(part) for part in parts):

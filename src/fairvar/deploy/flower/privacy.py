@@ -49,7 +49,7 @@ class PrivacySettings(Checked, frozen=True, kw_only=True):
 
     def check(self) -> None:
         if self.delta is not None and self.noise_multiplier == 0:
-            raise BadInput("privacy.delta asks for an account, but without noise ε is infinite")
+            raise BadInput("privacy.delta is given, but without noise ε is infinite")
 
 
 def clipped(message: Message, context: Context, call_next: ClientAppCallable) -> Message:

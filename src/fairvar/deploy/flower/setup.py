@@ -67,7 +67,7 @@ class Terms:
 
     @property
     def own_data(self) -> bool:
-        """Whether nodes train on their own files, which nobody else knows."""
+        """Whether nodes train on their own files, which the server does not know."""
         return self.config.data.name in OWN
 
 
@@ -76,7 +76,7 @@ class Setup(Terms):
     """What the server and every node agree on."""
 
     agreed: Agreement
-    own_model: bool  # the app's, which the configuration does not know
+    own_model: bool  # the app's; otherwise that of the configuration
 
 
 def read_setup(run_config: Mapping[str, Any], model: Model | None = None) -> Setup:
@@ -128,7 +128,7 @@ def _possible_bounds(
     privacy: PrivacySettings | None,
     secure: SecureSettings | None,
 ) -> FederationSettings:
-    """Switch off bounds that look at single replies, or compare clients, where they cannot work or
+    """Switch off bounds on single replies, or that compare clients, where they cannot work or
     would void the promise of the noise; refuse them if they are given."""
     if secure is not None:
         why = "secure aggregation hides single replies"
