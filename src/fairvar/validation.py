@@ -1,4 +1,4 @@
-"""`Checked`: a frozen struct whose fields are checked whenever one is created, in Python or by TOML.
+"""`Checked`: a frozen struct whose fields are checked when it is created, in Python or from TOML.
 
 msgspec checks types and bounds only when it converts; a struct created in Python would skip them.
 So `FairLoss(strength=-1)` and `strength = -1` in a configuration file give the same error.

@@ -34,7 +34,7 @@ class Criterion(Checked, frozen=True, kw_only=True):
     model: Literal["global", "local"] = "global"
 
     def score(self, curve: Curve, seeds: int) -> Float64[np.ndarray, " rounds"]:
-        """One score per evaluated round. Without a variance (a single client) there is no penalty."""
+        """One score per evaluated round. A single client has no variance and no penalty."""
         penalty = self.t * np.sqrt(np.nan_to_num(curve.variance) / (self.m or seeds))
         return curve.mean - penalty * (0.1 if self.unit == "mixed" else 1.0)
 

@@ -81,7 +81,7 @@ def _typed_in(part: Any) -> bytes:
         return inspect.getsource(part).encode()
     except (OSError, TypeError):
         raise BadInput(f"the code of {part.__qualname__} cannot be read, so its stored runs "
-                       "could not be distinguished from others; put it in a file") from None  # fmt: skip
+                       "cannot be recognised; put it in a file") from None  # fmt: skip
 
 
 def _content(name: str) -> bytes:
