@@ -10,8 +10,9 @@ import fairvar.runs.runner as experiment
 from fairvar import cli
 from fairvar.errors import IntegrityError
 from fairvar.report.gather import stored_runs
+from fairvar.runs.batch import run_cell
 from fairvar.runs.plan import Plan
-from fairvar.runs.runner import Watch, run_cell
+from fairvar.runs.runner import Watch
 from fairvar.runs.stored import recorded_federation
 
 PLAN = {

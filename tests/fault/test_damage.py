@@ -21,8 +21,9 @@ from safetensors.torch import load, save
 
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.report.gather import gather
+from fairvar.runs.batch import run_cell
 from fairvar.runs.plan import Plan
-from fairvar.runs.runner import Interrupted, Watch, run_cell, run_folder
+from fairvar.runs.runner import Interrupted, Watch, run_folder
 from fairvar.runs.store import (
     MANIFEST,
     SLOTS,

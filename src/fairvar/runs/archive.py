@@ -32,7 +32,7 @@ from safetensors.numpy import save
 from fairvar.errors import IntegrityError, RunFailed
 from fairvar.report.trial import Summary, Trial
 from fairvar.runs.config import Config
-from fairvar.runs.identity import RECORD, Identity, recorded_identity
+from fairvar.runs.identity import RECORD, Identity, fingerprint, recorded_identity
 from fairvar.runs.records import ArchiveList, EntryName, Model, SummaryManifest, agree, check
 from fairvar.runs.select import Curve
 from fairvar.runs.serialize import condensed_history, load_tensors
@@ -44,10 +44,9 @@ from fairvar.runs.store import (
     read_sealed,
     seal,
     with_manifest,
-    write_bytes,
 )
 from fairvar.runs.stored import StoredRun, check_same_data, stored_config
-from fairvar.system.files import MOST_ARCHIVE, digest, open_regular
+from fairvar.system.files import MOST_ARCHIVE, digest, open_regular, write_bytes
 
 if TYPE_CHECKING:
     from fairvar.report.gather import Group
@@ -185,7 +184,7 @@ def _summary_files(group: Group, trial: Trial) -> dict[str, bytes]:
     for model, curve in summary.valid.items():
         tensors |= {f"{model}/mean": curve.mean, f"{model}/variance": curve.variance}
     assert trial.identity is not None  # it was gathered
-    identity = replace(trial.identity, settings=config.fingerprint)
+    identity = replace(trial.identity, settings=fingerprint(config))
     facts = {
         "method": trial.method.label,
         RECORD: to_builtins(identity),
