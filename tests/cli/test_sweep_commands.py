@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fairvar import cli
-from fairvar.report.gather import stored_runs
+from fairvar.runs.results import stored_runs
 
 PLAN = """
 name = "tiny"

@@ -19,8 +19,8 @@ from fairvar._version import __version__
 from fairvar.errors import BadInput, plain, shown
 
 if TYPE_CHECKING:
-    from fairvar.report.gather import Rule
     from fairvar.runs.config import Config
+    from fairvar.runs.results import Rule
     from fairvar.runs.select import Criterion
 
 app = App(
@@ -62,7 +62,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 def show_report(tables: Any, files: Any, json: bool) -> None:
     from fairvar.report import to_rich
-    from fairvar.report.results import shorten
+    from fairvar.report.result_tables import shorten
 
     if json:
         return print_json([_table_dict(table) for table in tables])

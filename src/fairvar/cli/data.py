@@ -17,7 +17,7 @@ app.command(data)
 def data_list(*, json: Json = False) -> None:
     """Every data set: what it is, whether it was found, where it comes from."""
     from fairvar.data import describe
-    from fairvar.report.show import datasets_table
+    from fairvar.report.terminal import datasets_table
 
     if json:
         print_json(describe())

@@ -52,9 +52,9 @@ def demo(
         json: print the table as JSON.
     """
     from fairvar.cli.demo import NOTE, TITLE, demo_plan
-    from fairvar.report.gather import gather
-    from fairvar.report.look import require_matplotlib
+    from fairvar.report.style import require_matplotlib
     from fairvar.report.write import write_report
+    from fairvar.runs.results import gather
     from fairvar.runs.runner import run_folder
     from fairvar.runs.store import check_writable
     from fairvar.runs.sweep import run_sweep
@@ -94,7 +94,7 @@ def run(
         json: print the result as JSON.
     """
     from fairvar.methods.plugin import load_plugin
-    from fairvar.report.show import run_table
+    from fairvar.report.terminal import run_table
     from fairvar.runs.config import Config
     from fairvar.runs.identity import look_again
     from fairvar.runs.runner import Watch, run_cell, run_folder, start_note
@@ -243,9 +243,9 @@ def report(
         json: print the tables as JSON.
     """
     from fairvar.methods.plugin import load_plugin
-    from fairvar.report.gather import gather
-    from fairvar.report.look import require_matplotlib
+    from fairvar.report.style import require_matplotlib
     from fairvar.report.write import write_report
+    from fairvar.runs.results import gather
     from fairvar.runs.store import check_writable
     from fairvar.system.progress import progress
 
@@ -289,7 +289,7 @@ def compare(
         json: print the numbers as JSON.
     """
     from fairvar.methods.plugin import load_plugin
-    from fairvar.report.versus import paired_dict, paired_table, side, versus
+    from fairvar.report.compare import paired_dict, paired_table, side, versus
 
     load_plugin(plugin)
     left, right = side(a, model, late), side(b, model, late)

@@ -60,9 +60,9 @@ def partition(
         scale: use the file's [scale.NAME] overrides, such as small.
         json: print the partition's passport as JSON, of a sweep a list of them.
     """
-    from fairvar.report.look import require_matplotlib, save
-    from fairvar.report.pictures import partition_figure
-    from fairvar.report.show import passport_table
+    from fairvar.report.result_figures import partition_figure
+    from fairvar.report.style import require_matplotlib, save
+    from fairvar.report.terminal import passport_table
     from fairvar.runs.plan import federations
     from fairvar.runs.runner import class_counts, federation_of
     from fairvar.runs.store import check_writable
@@ -93,7 +93,7 @@ def theory(*, json: Json = False) -> None:
     Claims about the paper's own statements that are wrong show the counterexample. Exit code 3 if
     any claim fails.
     """
-    from fairvar.report.show import claims_text
+    from fairvar.report.terminal import claims_text
     from fairvar.theory import claims
 
     found = claims()
@@ -112,7 +112,7 @@ def theory(*, json: Json = False) -> None:
 def methods(*, json: Json = False) -> None:
     """What there is to choose from: options, exchanges and bytes per round, what a server sees."""
     from fairvar.methods.catalogue import catalogue
-    from fairvar.report.show import methods_table, options_table
+    from fairvar.report.terminal import methods_table, options_table
 
     if json:
         return print_json(catalogue())
@@ -124,7 +124,7 @@ def methods(*, json: Json = False) -> None:
 def doctor(*, json: Json = False) -> None:
     """Versions, device, threads, determinism and disk: what to paste into a bug report."""
     from fairvar.cli.doctor import examine
-    from fairvar.report.show import facts_table
+    from fairvar.report.terminal import facts_table
 
     if json:
         print_json(examine())

@@ -42,8 +42,8 @@ def condense(
         json: print the outcome as JSON.
     """
     from fairvar.methods.plugin import load_plugin
-    from fairvar.report.gather import gather
-    from fairvar.runs.archive import condense as write
+    from fairvar.runs.condense import condense as write
+    from fairvar.runs.results import gather
     from fairvar.runs.store import check_writable, is_complete
     from fairvar.system.progress import progress
 
@@ -117,8 +117,8 @@ def verify(
         json: print what was found as JSON.
     """
     from fairvar.methods.plugin import load_plugin
-    from fairvar.report.gather import stored_runs
-    from fairvar.report.show import agreement_table
+    from fairvar.report.terminal import agreement_table
+    from fairvar.runs.results import stored_runs
     from fairvar.runs.verify import check_files, draw
     from fairvar.runs.verify import rerun as again
     from fairvar.system.progress import progress
