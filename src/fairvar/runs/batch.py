@@ -177,19 +177,20 @@ def _finish(part: Group, out: Path, watch: Watch) -> None:
     """Train these runs, or find what an earlier attempt left of them, and store the missing ones.
     (Stored ones must train again with the others: the last bits may depend on the batch.)"""
     todo, home, names = missing(part, out), _home(part, out), [_name(cell) for cell in part]
-    files = _finished(home)
+    several = len(part) > 1
+    files = _finished(home) if several else {}
     if not all(holds_run(files.get(_name(cell), {}), identity_of(cell)) for cell in todo):
         histories = compute(part, home, watch)
-        group = names if len(part) > 1 else ()
+        group = names if several else ()
         made = (run_files(c, h, group=group) for c, h in zip(part, histories, strict=True))
         files = dict(zip(names, made, strict=True))
-        if len(part) > 1:
+        if several:
             packed = {name: pack_files(of_run) for name, of_run in files.items()}
             write_hashed(home / FINISHED, pack_files(packed))
     record_federation(out, federation_of(todo[0]))
     for cell in todo:
         store_run(run_folder(cell, out), files[_name(cell)])
-    if len(part) > 1:
+    if several:
         _drop(home)
 
 

@@ -23,6 +23,7 @@ from fairvar.data import load_federation
 from fairvar.data.federation import Federation
 from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.history import History
+from fairvar.engine.state import DoesNotFit
 from fairvar.engine.train import Checkpoint, prepare, run_rounds
 from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
 from fairvar.models import build, load_weights
@@ -94,18 +95,7 @@ def federation_of(config: Config) -> Federation:
 
 @lru_cache(maxsize=4)
 def _federation(data: Any, partition: Any, sha256: str | None) -> Federation:
-    found = load_federation(
-        data.name,
-        data.clients,
-        partition,
-        data.seed,
-        split=data.split,
-        holdout=data.holdout,
-        pool_samples=data.pool_samples,
-        fraction=data.fraction,
-        samples=data.samples,
-        root=data.root,
-    )
+    found = load_federation(partition=partition, **msgspec.structs.asdict(data))
     if found.passport.get("dataset_sha256") != sha256:
         raise RunFailed(f"the files of {data.name} were changed meanwhile; start the command again")
     return found
@@ -164,22 +154,24 @@ def compute(cells: Sequence[Config], home: Path, watch: Watch) -> list[History]:
     """Train these runs, resuming from the newest checkpoint in the folder `home` that is theirs."""
     names = [identity_of(cell).name for cell in cells]
     keys = [checkpoint_key(identity_of(cell)) for cell in cells]
+    several = len(cells) > 1
 
     def write(number: int, made: list[Checkpoint]) -> None:
-        packed = list(map(pack_checkpoint, made, keys))
-        content = pack_files(dict(zip(names, packed, strict=True)))
-        write_checkpoint(home, number, packed[0] if len(cells) == 1 else content)
+        packed = dict(zip(names, map(pack_checkpoint, made, keys), strict=True))
+        write_checkpoint(home, number, pack_files(packed) if several else packed[names[0]])
 
     keep = keeper(watch, cells[0].train.rounds, write)
     for starts in _checkpoints(home, names, keys):
         try:
             return train_runs(cells, starts, watch.progress, keep)
-        except BadInput as error:  # a file may hold anything
+        except BadInput as error:
+            if not several and not isinstance(error, DoesNotFit):
+                raise
             _pass_over(home, error)
     try:
         return train_runs(cells, None, watch.progress, keep)
     except BadInput as error:
-        raise (_blame(cells, error) if len(cells) > 1 else error) from None
+        raise (_blame(cells, error) if several else error) from None
 
 
 def _checkpoints(
@@ -260,14 +252,24 @@ def run_files(
         "history.safetensors": pack_history(history),
         "state.safetensors": pack_state(history.state),
     }
-    if passport is None:
-        passport = federation_of(config).passport
-    facts = _facts(config, history, passport)
-    facts[RECORD] = msgspec.to_builtins(identity or identity_of(config))
-    if group:
-        facts["group"] = list(group)
-    if deployed is not None:
-        facts["deployed"] = msgspec.to_builtins(deployed)
+    facts: dict[str, Any] = {
+        "name": config.name,
+        "fingerprint": fingerprint(config),
+        RECORD: msgspec.to_builtins(identity or identity_of(config)),
+        "method": config.method.label,
+        "protocol": config.protocol,
+        "starts_from": config.model.weights_sha256 or "scratch",
+        "rounds": history.rounds,
+        "diverged_at": history.diverged_at,
+        "passport": dict(federation_of(config).passport if passport is None else passport),
+        "exchanges_per_client": history.exchanges,
+        "bytes_down_per_client": history.bytes_down,
+        "bytes_up_per_client": history.bytes_up,
+        "result": final_scores(history),
+        "birth": dict(history.birth),
+    }
+    facts |= {"group": list(group)} if group else {}
+    facts |= {} if deployed is None else {"deployed": msgspec.to_builtins(deployed)}
     return with_manifest(files, facts)
 
 
@@ -300,21 +302,3 @@ def class_counts(federation: Federation) -> Int64[np.ndarray, "n classes"]:
     cells = (split.client * classes + split.y).cpu().numpy()
     counts = np.bincount(cells, minlength=federation.clients * classes)
     return counts.reshape(federation.clients, classes)
-
-
-def _facts(config: Config, history: History, passport: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "name": config.name,
-        "fingerprint": fingerprint(config),
-        "method": config.method.label,
-        "protocol": config.protocol,
-        "starts_from": config.model.weights_sha256 or "scratch",
-        "rounds": history.rounds,
-        "diverged_at": history.diverged_at,
-        "passport": dict(passport),
-        "exchanges_per_client": history.exchanges,
-        "bytes_down_per_client": history.bytes_down,
-        "bytes_up_per_client": history.bytes_up,
-        "result": final_scores(history),
-        "birth": dict(history.birth),
-    }
