@@ -38,12 +38,7 @@ from fairvar.runs.identity import (
     recorded_identity,
 )
 from fairvar.runs.records import RunManifest
-from fairvar.runs.serialize import (
-    pack_checkpoint,
-    pack_history,
-    pack_state,
-    unpack_checkpoint,
-)
+from fairvar.runs.serialize import pack_checkpoint, pack_history, pack_state, unpack_checkpoint
 from fairvar.runs.store import (
     MANIFEST,
     is_complete,
