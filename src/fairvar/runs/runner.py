@@ -27,6 +27,7 @@ from fairvar.engine.state import DoesNotFit
 from fairvar.engine.train import Checkpoint, prepare, run_rounds
 from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
 from fairvar.models import build, load_weights
+from fairvar.runs import store
 from fairvar.runs.config import Config
 from fairvar.runs.identity import (
     RECORD,
@@ -39,18 +40,6 @@ from fairvar.runs.identity import (
 )
 from fairvar.runs.records import RunManifest
 from fairvar.runs.serialize import pack_checkpoint, pack_history, pack_state, unpack_checkpoint
-from fairvar.runs.store import (
-    MANIFEST,
-    is_complete,
-    no_link,
-    open_seal,
-    pack_files,
-    read_checkpoints,
-    seal,
-    unpack_files,
-    with_manifest,
-    write_checkpoint,
-)
 from fairvar.runs.stored import Deployed, final_scores
 from fairvar.system.files import write_bytes
 
@@ -81,7 +70,7 @@ def run_folder(config: Config, out: Path) -> Path:
 
 
 def missing(cells: Sequence[Config], out: Path) -> list[Config]:
-    return [cell for cell in cells if not is_complete(run_folder(cell, out))]
+    return [cell for cell in cells if not store.is_complete(run_folder(cell, out))]
 
 
 def federation_of(config: Config) -> Federation:
@@ -153,7 +142,8 @@ def compute(cells: Sequence[Config], home: Path, watch: Watch) -> list[History]:
 
     def write(number: int, made: list[Checkpoint]) -> None:
         packed = dict(zip(names, map(pack_checkpoint, made, keys), strict=True))
-        write_checkpoint(home, number, pack_files(packed) if several else packed[names[0]])
+        payload = store.pack_files(packed) if several else packed[names[0]]
+        store.write_checkpoint(home, number, payload)
 
     keep = keeper(watch, cells[0].train.rounds, write)
     for starts in _checkpoints(home, names, keys):
@@ -175,8 +165,8 @@ def _checkpoints(
     """Checkpoints of exactly these runs, newest first. Those of other runs, or of other versions of
     fairvar or torch, would lead to other bytes: the runs then start from the beginning."""
     found: list[list[Checkpoint]] = []
-    for payload in read_checkpoints(home):
-        packed = {names[0]: payload} if len(names) == 1 else unpack_files(payload)
+    for payload in store.read_checkpoints(home):
+        packed = {names[0]: payload} if len(names) == 1 else store.unpack_files(payload)
         try:
             parts = (packed.get(name, b"") for name in names)
             found.append(list(map(unpack_checkpoint, parts, keys)))
@@ -265,30 +255,31 @@ def run_files(
     }
     facts |= {"group": list(group)} if group else {}
     facts |= {} if deployed is None else {"deployed": msgspec.to_builtins(deployed)}
-    return with_manifest(files, facts)
+    return store.with_manifest(files, facts)
 
 
 def holds_run(files: Mapping[str, bytes], identity: Identity) -> bool:
     """Whether these are the files that `run_files` makes of this run."""
     try:
-        manifest = open_seal(files[MANIFEST], RunManifest)
+        manifest = store.open_seal(files[store.MANIFEST], RunManifest)
         config = Config.from_toml(files["config.toml"].decode())
         found = recorded_identity(manifest, config)
     except (KeyError, ValueError, FairvarError):
         return False
-    if found != identity or files.keys() != {*RUN_FILES, MANIFEST}:
+    if found != identity or files.keys() != {*RUN_FILES, store.MANIFEST}:
         return False
     facts = {name: fact for name, fact in manifest.items() if name != "sha256"}
-    return with_manifest({n: files[n] for n in RUN_FILES}, facts)[MANIFEST] == files[MANIFEST]
+    again = store.with_manifest({name: files[name] for name in RUN_FILES}, facts)
+    return again[store.MANIFEST] == files[store.MANIFEST]
 
 
 def record_federation(out: Path, federation: Federation) -> None:
     """Store the class counts of a partition once, so that reports can draw it without the data."""
-    folder = no_link(out / "federations")
+    folder = store.no_link(out / "federations")
     path = folder / f"{federation.passport.get('sha256', 'unknown')[:16]}.json"
     if federation.classes is not None and not path.exists():
         facts = {"class_counts": class_counts(federation).tolist(), **federation.passport}
-        write_bytes(path, seal(facts))
+        write_bytes(path, store.seal(facts))
 
 
 def class_counts(federation: Federation) -> Int64[np.ndarray, "n classes"]:
