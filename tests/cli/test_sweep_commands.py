@@ -10,7 +10,7 @@ import pytest
 
 from commands import call
 from fairvar import cli
-from fairvar.report.gather import stored_runs
+from fairvar.runs.results import stored_runs
 
 PLAN = """
 name = "tiny"

@@ -10,11 +10,11 @@ from filelock import FileLock
 from nursery import Nursery, run_folders, sweep_bytes
 
 from fairvar.errors import BadInput
-from fairvar.report.gather import gather, stored_runs
 from fairvar.runs import batch, store
 from fairvar.runs.batch import run_cell
 from fairvar.runs.identity import fingerprint
 from fairvar.runs.plan import Plan
+from fairvar.runs.results import gather, stored_runs
 from fairvar.runs.runner import Watch, run_folder
 from fairvar.runs.stored import StoredRun
 

@@ -12,8 +12,8 @@ import pytest
 from nursery import KEPT, STEPS, Nursery, run_bytes, run_folders, sweep_bytes, visible
 
 from commands import call
-from fairvar.report.gather import stored_runs
 from fairvar.runs import store
+from fairvar.runs.results import stored_runs
 from fairvar.runs.store import MANIFEST, is_complete, verify
 from fairvar.system import files
 

@@ -24,8 +24,7 @@ from fairvar import cli
 from fairvar.data import cache, dataset_sha256, sources
 from fairvar.errors import BadInput, FairvarError, IntegrityError
 from fairvar.methods import METHODS, FedAvg, Method, register
-from fairvar.report.gather import gather, stored_runs
-from fairvar.report.overview import overviews
+from fairvar.report.result_tables import overviews
 from fairvar.report.write import group_names, group_table
 from fairvar.runs import identity
 from fairvar.runs.archive import condense

@@ -31,8 +31,8 @@ from fairvar._version import __version__
 from fairvar.errors import BadInput, plain, shown, suggestion, unknown
 
 if TYPE_CHECKING:
-    from fairvar.report.gather import Rule
     from fairvar.runs.config import Config
+    from fairvar.runs.results import Rule
     from fairvar.runs.select import Criterion
 
 app = App(

@@ -121,15 +121,19 @@ def train_runs(
     first = cells[0]
     torch.set_num_threads(first.train.threads)
     data, loss, when = federation_of(first), first.model.loss, first.evaluate
+    begin: Sequence[Checkpoint | None] = starts or [None] * len(cells)
     if len(cells) == 1:
-        keep_one = keep and (lambda done, make: keep(done, lambda: [make()]))
-        start = starts[0] if starts else None
+
+        def keep_one(done: int, make: Callable[[], Checkpoint]) -> None:
+            if keep is not None:
+                keep(done, lambda: [make()])
+
         model = model_of(first, data)
-        return [run_rounds(model, data, first.method, loss, first.train, when, start, progress,
+        return [run_rounds(model, data, first.method, loss, first.train, when, begin[0], progress,
                            keep_one)]  # fmt: skip
     members = [
         Member(model_of(cell, data), cell.method, cell.train, start)
-        for cell, start in zip(cells, starts or [None] * len(cells), strict=True)
+        for cell, start in zip(cells, begin, strict=True)
     ]
     return train_grid(members, data, loss, when, progress, keep)
 
