@@ -95,4 +95,4 @@ def _explained(error: BaseException) -> tuple[str, int]:
     if message is not None:
         return one_line(message), 2
     found = explained(error)
-    return one_line(str(found)), found.exit_code
+    return str(found), found.exit_code
