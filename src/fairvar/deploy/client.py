@@ -6,7 +6,6 @@ none. So batches, losses and steps are computed by the same code, from the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -40,7 +39,6 @@ from fairvar.methods.base import Method
 from fairvar.tree import Tree
 
 HELD_OUT = ("valid", "test")
-Model = Callable[[], nn.Module]  # makes the same architecture on the server and on every node
 
 
 class Client:

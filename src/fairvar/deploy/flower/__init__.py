@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fairvar.deploy.client import Model
+from fairvar.deploy.flower.apps import Model
 from fairvar.errors import BadInput
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from fairvar.data.sources import OWN
-from fairvar.deploy.client import Model
+from fairvar.deploy.flower.apps import Model
 from fairvar.deploy.flower.privacy import PrivacySettings
 from fairvar.deploy.flower.secure import SECURE, SecureSettings, check_carries
 from fairvar.deploy.robust import check_average
