@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-NAMES = {"local": "own models", "global": "global model"}
+NAMES = {"local": "local models", "global": "global model"}
 
 
 def accuracy_figure(results: Sequence[Result], model: str = "global") -> Figure:
@@ -57,8 +57,8 @@ def curves_figure(results: Sequence[Result], model: str = "global") -> Figure:
     return figures.learning_curves(rounds, mean, low, high, label)
 
 
-def beside_figure(results: Sequence[Result]) -> Figure | None:
-    """Every method less FedAvg, late; None where there is nothing to draw."""
+def fedavg_figure(results: Sequence[Result]) -> Figure | None:
+    """Every method − FedAvg, late; None if there is nothing to draw."""
     found = late_differences(results)
     panels, units = {}, {}
     for model in ("local", "global"):

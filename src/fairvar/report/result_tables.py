@@ -18,14 +18,17 @@ from fairvar.report.table import DIVERGED, UNDEFINED, Cell, Column, Estimate, Ro
 from fairvar.runs.results import Group
 from fairvar.runs.trials import Result
 
+WHICH = {
+    "global": "the global model",
+    "local": "the local models (each client's after its local work)",
+}
+
 
 def result_columns(primary: str, validation: bool = True) -> tuple[Column, ...]:
-    """Columns for the model that the protocol is about; the other model stands behind it."""
-    which = {"global": "the global model", "local": "each client's own model after its local work"}
+    """Columns for the model that the protocol evaluates, then two for the other model."""
     other = "local" if primary == "global" else "global"
-    short = {"global": "global", "local": "own"}[other]
     return (
-        Column("accuracy", "accuracy %", 2, f"mean over clients, test data, of {which[primary]}",
+        Column("accuracy", "accuracy %", 2, f"mean over clients, test data, of {WHICH[primary]}",
                "mean"),
         Column("variance", "variance ×100", 3,
                "sample variance over clients (ddof 1) of that accuracy, fraction² × 100",
@@ -39,14 +42,14 @@ def result_columns(primary: str, validation: bool = True) -> tuple[Column, ...]:
                "corrected_variance_interval"),
         Column("worst", "worst 10 %", 2, "mean accuracy of the worst tenth of the clients",
                "worst_10_percent"),
-        Column("other_accuracy", f"{short} acc. %", 2, f"test accuracy of {which[other]}",
+        Column("other_accuracy", f"{other} acc. %", 2, f"test accuracy of {WHICH[other]}",
                "mean"),
-        Column("other_variance", f"{short} var.", 3, f"variance over clients for {which[other]}",
+        Column("other_variance", f"{other} var.", 3, f"variance over clients for {WHICH[other]}",
                "variance_over_clients"),
         Column("window_accuracy", "window acc. %", 2,
                "the accuracy averaged over the evaluated rounds around the chosen one, a quarter "
-               "of the run: how far the chosen round was lucky", "mean"),
-        Column("window_variance", "window var.", 3, "the variance, averaged likewise",
+               "of the run: shows whether the chosen round was lucky", "mean"),
+        Column("window_variance", "window var.", 3, "the variance, averaged in the same way",
                "variance_over_clients"),
         Column("paper_accuracy", "paper acc. %", 2, "the accuracy that the paper prints"),
         Column("paper_variance", "paper var.", 2, "the variance that the paper prints"),
@@ -169,8 +172,6 @@ MEANING = {
     "variance": "sample variance over clients, fraction² × 100",
     "corrected": "the variance less what finite test sets add by chance",
 }
-WHICH = {"global": "the global model", "local": "each client's own model after its local work"}
-
 Numbered = Sequence[tuple[Group, Table]]  # groups with the tables that were made of them
 
 

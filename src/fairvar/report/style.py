@@ -150,12 +150,15 @@ def _to_palette(png: Path) -> None:
     plain.save(png, optimize=True)
 
 
-_PATH = re.compile(r' d="[^"]*"')
+_PLACES = re.compile(r' (?:d|x|y)="[^"]*"')
 _MORE_DIGITS = re.compile(r"(\.\d\d)\d+")  # a hundredth of a point is enough, and half the size
+_NOT_DRAWN = re.compile(
+    r"<\?xml.*?\?>|<!DOCTYPE.*?>|<!--.*?-->|<metadata>.*?</metadata>", re.DOTALL
+)
 
 
 def svg(figure: Figure) -> str:
-    """The figure as SVG text: letters as outlines, so that it needs no font where it is read.
+    """The figure as SVG text with letters as outlines, so that no font is needed to show it.
 
     Without dates and with a fixed salt for the ids, so that equal figures are equal texts.
     """
@@ -163,7 +166,8 @@ def svg(figure: Figure) -> str:
     with _style():
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(out, format="svg", metadata=nothing)
-    return _PATH.sub(lambda d: _MORE_DIGITS.sub(r"\1", d[0]), out.getvalue())
+    drawn = re.sub(r"\s*\n\s*", " ", _NOT_DRAWN.sub("", out.getvalue())).strip()
+    return _PLACES.sub(lambda places: _MORE_DIGITS.sub(r"\1", places[0]), drawn)
 
 
 def as_array(values: Any, name: str, ndim: int) -> Floats:

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from fairvar.report.compare import beside_fedavg
+from fairvar.report.compare import compared_with_fedavg
 from fairvar.report.html import Page, PageFigure, Section, figure_svg, write_page
 from fairvar.report.paper import claims_table, printed
 from fairvar.report.render import render
 from fairvar.report.result_figures import (
     accuracy_figure,
-    beside_figure,
     curves_figure,
+    fedavg_figure,
     front_figure,
     partition_figure,
     weights_figure,
@@ -39,18 +39,20 @@ from fairvar.runs.trials import Result
 
 FORMATS = {"md": "markdown", "tex": "latex", "csv": "csv", "txt": "terminal"}
 CAPTIONS = {
-    "client_accuracies": "Test accuracy of {model} from the worst to the best served client at the "
-    "chosen configuration; every rank is a mean over seeds. FedAvg in grey behind each method.",
+    "client_accuracies": "Test accuracy of {model} from the client with the lowest to the one with "
+    "the highest accuracy, at the chosen configuration; each rank is a mean over seeds. Grey: "
+    "FedAvg.",
     "front": "Test accuracy of {model} against its variance over clients; lower right is better. "
     "Dots are all configurations after their last round, marks the chosen ones with standard "
     "errors over seeds.",
     "curves": "Mean test accuracy of {model} over clients by round at the chosen configurations; "
     "bands span the seeds.",
-    "beside_fedavg": "Every method less FedAvg, averaged over the last quarter of the rounds, with "
-    "paired 95 % intervals over seeds and clients; filled where zero is left out.",
+    "compared_with_fedavg": "Every method minus FedAvg, averaged over the last quarter of the "
+    "rounds, with 95 % intervals, paired over seeds and clients; filled: the interval excludes "
+    "zero.",
     "weights": "The server's weights in the evaluated rounds, in one run of the chosen "
     "configuration.",
-    "partition": "Who holds what: training samples by client and class.",
+    "partition": "Training samples by client and class.",
 }
 
 
@@ -82,7 +84,7 @@ def group_table(group: Group) -> Table:
         _title(group),
         [
             f"Protocol {config.protocol}: {work} per round, batch {batch}, "
-            f"{config.train.rounds} rounds; the table is about the {primary} model.",
+            f"{config.train.rounds} rounds; the table is about {WHICH[primary]}.",
             f"Seeds {', '.join(map(str, seeds))}; {len(births)} runs. ± is the standard error "
             f"over seeds. {_how_chosen(group)}",
             *_when_known(group),
@@ -130,7 +132,7 @@ def _when_known(group: Group) -> Iterator[str]:
         yield f"Noise floor of the variance ×100: {floor:.3f}."
     alive = [result.trial.models for result in group.results if result.at is not None]
     if alive and not any("local" in models for models in alive):
-        yield "Clients' own models were not measured (evaluate.local = false)."
+        yield "Local models were not evaluated (evaluate.local = false)."
 
 
 def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[Table], list[Path]]:
@@ -157,7 +159,7 @@ def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[T
     for file, content in beside.items():
         written.append(out / file)
         write_text(written[-1], content)
-    judged = {"claims": claims_table(groups), "beside_fedavg": beside_fedavg(groups)}
+    judged = {"claims": claims_table(groups), "compared_with_fedavg": compared_with_fedavg(groups)}
     for name, found in judged.items():
         if found is not None:
             written.append(out / f"{name}.md")
@@ -181,7 +183,7 @@ def _overviews(numbered: Numbered) -> Iterable[Section]:
 
 def _judged(judged: Mapping[str, Table | None]) -> Iterable[Section]:
     """The long tables behind them."""
-    heads = {"claims": "The paper's sentences", "beside_fedavg": "Beside FedAvg"}
+    heads = {"claims": "Claims of the paper", "compared_with_fedavg": "Compared with FedAvg"}
     for name, found in judged.items():
         if found is not None:
             yield Section(heads[name], name, "", found)
@@ -195,9 +197,9 @@ def _figures(group: Group) -> Iterable[tuple[str, Any]]:
         if _spread_is_known(alive, primary):
             yield "front", front_figure(group.trials, alive, primary)
         yield "curves", curves_figure(alive, primary)
-        beside = beside_figure(alive)
+        beside = fedavg_figure(alive)
         if beside is not None:
-            yield "beside_fedavg", beside
+            yield "compared_with_fedavg", beside
     weighted = [r for r in alive if r.trial.method.uses_losses]
     if weighted:
         yield "weights", weights_figure(weighted[0])
@@ -247,7 +249,7 @@ def _birth(groups: Sequence[Group]) -> dict[str, str]:
         "fairvar": values("fairvar"),
         "torch": values("torch"),
         "device": values("device"),
-        "numbers": values("dtype"),
+        "dtype": values("dtype"),
         "seeds": values("seed"),
         "computing time of all runs": f"{seconds / 60:.1f} min",
     }

@@ -227,7 +227,7 @@ def _group(
 def _measured(
     trials: Sequence[Trial], criterion: Criterion, asked: str | None, config: Config
 ) -> Criterion:
-    """By a model that was measured: clients' own models need not be (evaluate.local)."""
+    """The criterion for a model that was evaluated: local models need not be (evaluate.local)."""
     alive = [trial for trial in trials if not trial.diverged]
     models = [m for m in ("global", "local") if all(m in trial.models for trial in alive)]
     if criterion.model in models:
@@ -235,12 +235,12 @@ def _measured(
     where = f"{config.data.name}, {config.protocol}"
     if not models:
         raise BadInput(
-            f"{where}: no test accuracy was measured, and a report shows no other: run a "
+            f"{where}: no test accuracy was measured, which a report needs: run a "
             'classifier with evaluate.splits = ["valid", "test"] and a test part in data.split'
         )
     if asked is not None:
         raise BadInput(f"{where}: the {asked} model was not measured there, the {models[0]} one was"
-                       " (evaluate.local measures clients' own models)")  # fmt: skip
+                       " (evaluate.local = true measures local models)")  # fmt: skip
     return with_fields(criterion, model=models[0])
 
 
@@ -271,8 +271,8 @@ def _trial(members: Sequence[Piece], versions: Mapping[tuple[str, Variant], str]
         summary = summaries[0].summary()
         return Trial(config.method, config.train.lr, (), summary, identity, version)
     runs.sort(key=lambda run: run.config.train.seed)
-    # A grid has thousands of histories: they are read here, and again for what is chosen.
-    summary = Summary.of([run.history() for run in runs])
+    # Not kept, since a grid has thousands of histories; those of chosen runs are read again.
+    summary = Summary.of([run.history(with_state=False) for run in runs])
     return Trial(config.method, config.train.lr, runs, summary, identity, version)
 
 
