@@ -12,10 +12,10 @@ import pytest
 
 from fairvar import cli
 from fairvar.errors import BadInput
-from fairvar.report import write
+from fairvar.report import files
 from fairvar.report.compare import side, versus
+from fairvar.report.files import group_table, write_report
 from fairvar.report.result_tables import WHEN_UNDEFINED
-from fairvar.report.write import group_table, write_report
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather
 from fairvar.runs.sweep import run_sweep
@@ -233,7 +233,7 @@ def test_pictures_of_what_was_measured(tmp_path: Path) -> None:
         "shared": {"evaluate": {"local": False, "every": 1}, "train": {"rounds": 8}},
     }.items():
         (group,) = gather(swept(tmp_path / name, **changes))
-        kinds[name] = dict(write._figures(group))
+        kinds[name] = dict(files._figures(group))
     assert kinds["alone"].keys() == {"client_accuracies", "curves", "weights", "partition"}
     assert kinds["shared"].keys() == {*kinds["alone"], "front", "compared_with_fedavg"}
     titles = [axes.get_title("left") for axes in kinds["shared"]["compared_with_fedavg"].axes]

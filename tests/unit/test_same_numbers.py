@@ -16,7 +16,8 @@ import pytest
 
 from fairvar import cli
 from fairvar.metrics import DEFINITIONS, fairness
-from fairvar.report import write
+from fairvar.report import files
+from fairvar.report.files import group_table
 from fairvar.report.result_figures import (
     accuracy_figure,
     curves_figure,
@@ -26,7 +27,6 @@ from fairvar.report.result_figures import (
 )
 from fairvar.report.result_tables import result_columns
 from fairvar.report.table import Estimate, Table
-from fairvar.report.write import group_table
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import Group, gather
 from fairvar.runs.sweep import run_sweep
@@ -78,7 +78,7 @@ class Cells(HTMLParser):
 def no_pictures() -> Iterator[None]:
     """They take seconds; here the figures themselves are asked."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write, "_figures", lambda group: ())
+        patch.setattr(files, "_figures", lambda group: ())
         yield
 
 

@@ -52,8 +52,8 @@ def demo(
         json: print the table as JSON.
     """
     from fairvar.cli.demo import NOTE, TITLE, demo_plan
+    from fairvar.report.files import write_report
     from fairvar.report.style import require_matplotlib
-    from fairvar.report.write import write_report
     from fairvar.runs.results import gather
     from fairvar.runs.runner import run_folder
     from fairvar.runs.store import check_writable
@@ -243,8 +243,8 @@ def report(
         json: print the tables as JSON.
     """
     from fairvar.methods.plugin import load_plugin
+    from fairvar.report.files import write_report
     from fairvar.report.style import require_matplotlib
-    from fairvar.report.write import write_report
     from fairvar.runs.results import gather
     from fairvar.runs.store import check_writable
     from fairvar.system.progress import progress

@@ -24,7 +24,7 @@ from markupsafe import Markup, escape
 
 from fairvar.errors import BadInput
 from fairvar.metrics import DEFINITIONS
-from fairvar.report.style import look
+from fairvar.report.style import style_of
 from fairvar.report.style import svg as figure_svg
 from fairvar.report.table import Cell, Column, Estimate, Row, Table, parts
 from fairvar.runs.store import write_text
@@ -241,7 +241,7 @@ def _table(table: Table) -> dict[str, Any]:
     rows = [
         {
             "label": row.label,
-            "colour": look(row.label or "-").colour if table.of == "method" else "",
+            "colour": style_of(row.label or "-").colour if table.of == "method" else "",
             "cells": [cells[i] for cells in by_column],
         }
         for i, row in enumerate(table.rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 
 from rich import box
@@ -187,16 +187,24 @@ def _md(text: str) -> str:
 def to_csv(table: Table) -> str:
     """Every number in full precision, its standard error in a column of its own.
 
-    A cell never measured is empty; a diverged one says "div.", so that a reader who averages the
-    column stumbles instead of skipping it.
+    A cell that was not measured is empty; a diverged one is "div.", so that averaging the column
+    fails instead of skipping it.
     """
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
+    return write_csv(csv_rows(table))
+
+
+def csv_rows(table: Table) -> Iterator[list[str]]:
+    """The header, then one row for each row of the table."""
     keys = [(column.key, f"{column.key}_standard_error") for column in table.columns]
-    writer.writerow(["label", *(key for pair in keys for key in pair)])
+    yield ["label", *(key for pair in keys for key in pair)]
     for row in table.rows:
         cells = (_csv(row.cells.get(column.key)) for column in table.columns)
-        writer.writerow([row.label, *(text for pair in cells for text in pair)])
+        yield [row.label, *(text for pair in cells for text in pair)]
+
+
+def write_csv(rows: Iterable[Sequence[object]]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""From results to figures: the arrays that `figures` draws."""
+"""Figures of the chosen configurations: the arrays for `figures` and `pareto`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def fedavg_figure(results: Sequence[Result]) -> Figure | None:
 
 
 def weights_figure(result: Result) -> Figure:
-    """The server's weights of the first seed, in the rounds of which they were kept."""
+    """The server's weights of the first seed, in the rounds whose weights were stored."""
     history = result.trial.histories[0]
     title = f"{result.label}, weights, seed {result.trial.seeds[0]}"
     return figures.weights_over_rounds(history.weights.numpy(), title, history.observed.numpy() + 1)

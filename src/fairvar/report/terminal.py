@@ -1,4 +1,4 @@
-"""Results of the commands as terminal tables."""
+"""What the commands print: facts, runs, partitions, methods, data sets, claims of the theory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run_table(folder: Path, manifest: Mapping[str, Any]) -> RichTable:
 
 
 def agreement_table(found: Sequence[Agreement], seed: int) -> RichTable:
-    """Runs beside their first rounds run again."""
+    """Stored runs compared with their first rounds, run again."""
     table = RichTable(
         title=f"Run again on this machine, drawn with seed {seed}",
         caption="largest differences: mean accuracy over clients (points), share of all answers, "
@@ -63,11 +63,11 @@ def agreement_table(found: Sequence[Agreement], seed: int) -> RichTable:
     for head in ("run", "made on", "rounds", "accuracy", "answers", "loss", "allowed", ""):
         table.add_column(head, justify="left" if head in ("run", "made on", "") else "right")
     for each in found:
-        told = each.to_dict()
-        alpha = "" if told["alpha"] is None else f"alpha {told['alpha']:g}, "
-        name = f"{told['method']}, {told['protocol']}, {alpha}lr {told['lr']:g}"
+        facts = each.to_dict()
+        alpha = "" if facts["alpha"] is None else f"alpha {facts['alpha']:g}, "
+        name = f"{facts['method']}, {facts['protocol']}, {alpha}lr {facts['lr']:g}"
         table.add_row(
-            f"{name}, seed {told['seed']}", str(told["made_on"]), str(each.rounds),
+            f"{name}, seed {facts['seed']}", str(facts["made_on"]), str(each.rounds),
             f"{100 * each.accuracy:.3f}", f"{each.answers:.2%}", f"{each.loss:.2%}",
             str(tolerance(each.run.config)), "agrees" if each.holds else "DIFFERS",
         )  # fmt: skip
