@@ -10,9 +10,10 @@ import fairvar.runs.runner as experiment
 from fairvar import cli
 from fairvar.errors import IntegrityError
 from fairvar.runs import store
+from fairvar.runs.batch import run_cell
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import stored_runs
-from fairvar.runs.runner import Watch, run_cell
+from fairvar.runs.runner import Watch
 from fairvar.runs.stored import recorded_federation
 
 PLAN = {

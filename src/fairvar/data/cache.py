@@ -12,18 +12,17 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fairvar.data.raw import Layout, Raw, reason, unreadable
-from fairvar.system.files import digest, open_regular, read_bytes, walk
+from fairvar.system.files import digest, open_regular, read_bytes, walk, whole_file
 
 MOST_BYTES = 64 << 30
 MOST_NOTE = 1 << 10  # a remembered checksum
@@ -53,22 +52,6 @@ def cache_dir() -> Path:
 def datasets_dir() -> Path:
     """Where `fairvar data fetch` puts data sets, and the last place they are looked for."""
     return cache_dir() / "datasets"
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name only when it is complete and on disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def file_digest(path: Path, kind: str = "sha256") -> str:

@@ -39,11 +39,10 @@ from fairvar.runs.store import (
     read_record,
     read_sealed,
     seal,
-    write_bytes,
 )
 from fairvar.runs.stored import check_same_data, stored_config
 from fairvar.runs.trials import Summary
-from fairvar.system.files import MOST_ARCHIVE, digest, open_regular
+from fairvar.system.files import MOST_ARCHIVE, digest, open_regular, write_bytes
 
 ARCHIVE, LIST = "runs.tar.xz", "runs.json"
 SUMMARIES = "summaries"

@@ -12,12 +12,13 @@ from msgspec.structs import replace
 from safetensors.numpy import save
 
 from fairvar.runs.archive import ARCHIVE, SUMMARIES, pack, write_list
-from fairvar.runs.identity import RECORD
+from fairvar.runs.identity import RECORD, fingerprint
 from fairvar.runs.results import Group
 from fairvar.runs.serialize import condensed_history
-from fairvar.runs.store import read_sealed, seal, with_manifest, write_bytes
+from fairvar.runs.store import read_sealed, seal, with_manifest
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.trials import Trial
+from fairvar.system.files import write_bytes
 
 
 def condense(groups: Sequence[Group], out: Path, everything: bool = False) -> Path:
@@ -69,7 +70,7 @@ def _summary_files(group: Group, trial: Trial) -> dict[str, bytes]:
     for model, curve in summary.valid.items():
         tensors |= {f"{model}/mean": curve.mean, f"{model}/variance": curve.variance}
     assert trial.identity is not None  # `gather` sets it
-    identity = replace(trial.identity, settings=config.fingerprint)
+    identity = replace(trial.identity, settings=fingerprint(config))
     facts = {
         "method": trial.method.label,
         RECORD: to_builtins(identity),
