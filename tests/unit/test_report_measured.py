@@ -29,7 +29,7 @@ SWEEP = {"methods": ["fedavg", "afl"], "seeds": 2, "lr": [0.5], "step": [0.1]}
 def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """They take seconds; one test below draws them."""
     if "pictures" not in request.node.name:
-        monkeypatch.setattr(write, "_figures", lambda group: ())
+        monkeypatch.setattr(files, "_figures", lambda group: ())
 
 
 def swept(out: Path, **changes: Any) -> Path:

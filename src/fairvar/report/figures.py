@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,6 +20,8 @@ from fairvar.report.style import (
     BASELINE,
     DARK,
     GREY,
+    Axes,
+    Figure,
     Floats,
     as_array,
     demand_some,
@@ -29,12 +31,6 @@ from fairvar.report.style import (
     text_colour,
 )
 from fairvar.report.table import mean_and_standard_error
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-else:  # for those who check types while running
-    Axes = Figure = Any
 
 
 @styled

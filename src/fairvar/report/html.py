@@ -26,7 +26,7 @@ from fairvar.errors import BadInput
 from fairvar.metrics import DEFINITIONS
 from fairvar.report.style import style_of
 from fairvar.report.style import svg as figure_svg
-from fairvar.report.table import Cell, Column, Estimate, Row, Table, parts
+from fairvar.report.table import Cell, Column, Estimate, Table, parts
 from fairvar.runs.store import write_text
 
 __all__ = ["Page", "PageFigure", "Section", "figure_svg", "render_page", "write_page"]
@@ -276,7 +276,7 @@ def _cells(table: Table, column: Column) -> Iterator[dict[str, Any]]:
             continue
         finite = isinstance(cell, Estimate) and not cell.diverged
         yield shown | {
-            "title": _number_title(row, column, cell),
+            "title": f"{row.label}: {column.header}\n{full(cell)}\n{definition(column)}",
             "value": repr(float(cell.value)) if finite else None,  # type: ignore[union-attr]
             "marked": finite and cell.marked,  # type: ignore[union-attr]
             # Figure spaces are as wide as digits. Where there is no error, an invisible one as wide
@@ -284,10 +284,6 @@ def _cells(table: Table, column: Column) -> Iterator[dict[str, Any]]:
             "error": f"±\u2007{error.replace(' ', chr(0x2007))}" if error.strip() else "",
             "blank": f"±\u2007{longest}" if longest else "",
         }
-
-
-def _number_title(row: Row, column: Column, cell: Cell) -> str:
-    return "\n".join((f"{row.label}: {column.header}", full(cell), definition(column)))
 
 
 def full(cell: Cell) -> str:

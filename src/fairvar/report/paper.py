@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -60,7 +60,6 @@ Metric = Literal["accuracy", "variance", "corrected_variance"]
 ALIKE, LESS, MORE = "alike", "less", "more"
 FEWEST_SEEDS = 3  # below that an interval over seeds says nothing about other seeds
 VIEWS = (False, True)  # at the chosen rounds; late
-PLAIN = ("AAggFF", "q-FFL", "FairLoss")
 
 
 @dataclass(frozen=True)
@@ -75,37 +74,24 @@ class PaperClaim:
     right: tuple[str, ...] = ()
 
 
-def _claims() -> Iterator[PaperClaim]:
-    variances: tuple[Metric, ...] = ("variance", "corrected_variance")
-    for metric in variances:
-        yield PaperClaim("FairGrad has the lowest variance", ("cifar10",), "FairGrad", LESS, metric)
-    yield PaperClaim(
-        "FairGrad has the highest accuracy", ("cifar10",), "FairGrad", MORE, "accuracy"
+VARIANCES: tuple[Metric, ...] = ("variance", "corrected_variance")
+ALL: tuple[Metric, ...] = ("accuracy", *VARIANCES)
+BOTH, CIFAR10, FEDAVG = ("mnist", "cifar10"), ("cifar10",), ("FedAvg",)
+CLAIMS = tuple(
+    PaperClaim(text, datasets, left, relation, metric, right)
+    for text, datasets, left, relation, metrics, right in (
+        ("FairGrad has the lowest variance", CIFAR10, "FairGrad", LESS, VARIANCES, ()),
+        ("FairGrad has the highest accuracy", CIFAR10, "FairGrad", MORE, ALL[:1], ()),
+        ("all methods are equal", ("mnist",), "FedAvg", ALIKE, ALL, ()),
+        ("AFL's variance is large", BOTH, "AFL", MORE, VARIANCES, FEDAVG),
+        ("FairGrad* is like FedAvg", CIFAR10, "FairGrad*", ALIKE, ALL, FEDAVG),
+        ("FairGrad is not like FedAvg: lower variance", CIFAR10, "FairGrad", LESS, VARIANCES,
+         FEDAVG),
+        ("AAggFF, q-FFL and FairLoss are like FedAvg", BOTH, "FedAvg", ALIKE, ALL,
+         ("AAggFF", "q-FFL", "FairLoss")),
     )
-    metrics: tuple[Metric, ...] = ("accuracy", *variances)
-    for metric in metrics:
-        yield PaperClaim("all methods are equal", ("mnist",), "FedAvg", ALIKE, metric)
-    for metric in variances:
-        yield PaperClaim(
-            "AFL's variance is large", ("mnist", "cifar10"), "AFL", MORE, metric, ("FedAvg",)
-        )
-    for metric in metrics:
-        yield PaperClaim(
-            "FairGrad* is like FedAvg", ("cifar10",), "FairGrad*", ALIKE, metric, ("FedAvg",)
-        )
-    for metric in variances:
-        yield PaperClaim(
-            "FairGrad is not like FedAvg: lower variance",
-            ("cifar10",), "FairGrad", LESS, metric, ("FedAvg",),
-        )  # fmt: skip
-    for metric in metrics:
-        yield PaperClaim(
-            "AAggFF, q-FFL and FairLoss are like FedAvg",
-            ("mnist", "cifar10"), "FedAvg", ALIKE, metric, PLAIN,
-        )  # fmt: skip
-
-
-CLAIMS = tuple(_claims())
+    for metric in metrics
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,8 @@ from fairvar.metrics import pareto_front
 from fairvar.report.style import (
     DARK,
     VARIANCE,
+    Axes,
+    Figure,
     Floats,
     demand_some,
     new_figure,
@@ -22,12 +24,6 @@ from fairvar.report.style import (
     styled,
     text_colour,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-else:  # for those who check types while running
-    Axes = Figure = Any
 
 
 @dataclass(frozen=True)

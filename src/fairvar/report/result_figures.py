@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,12 +12,9 @@ from fairvar.report import figures
 from fairvar.report.compare import late_differences
 from fairvar.report.pareto import Point, front
 from fairvar.report.result_tables import noise_floor
+from fairvar.report.style import Figure
 from fairvar.report.table import mean_and_standard_error
 from fairvar.runs.trials import Result, Trial
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 NAMES = {"local": "local models", "global": "global model"}
 
@@ -85,14 +82,8 @@ def _point(trial: Trial, at: int, model: str) -> Point:
     found = trial.test(model, at)
     accuracy = mean_and_standard_error(f.mean for f in found)
     variance = mean_and_standard_error(f.variance_over_clients for f in found)
-    return Point(
-        trial.label,
-        accuracy.value,
-        variance.value,
-        True,
-        accuracy.standard_error,
-        variance.standard_error,
-    )
+    errors = accuracy.standard_error, variance.standard_error
+    return Point(trial.label, accuracy.value, variance.value, True, *errors)
 
 
 def partition_figure(name: str, counts: np.ndarray, passport: Mapping[str, Any]) -> Figure:

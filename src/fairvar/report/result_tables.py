@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fairvar.metrics import Fairness, variance_in_units
-from fairvar.metrics.paired import pair
+from fairvar.report.compare import paired
 from fairvar.report.paper import Printed
 from fairvar.report.render import csv_rows, render, write_csv
 from fairvar.report.table import DIVERGED, UNDEFINED, Cell, Column, Estimate, Row, Table, over_seeds
@@ -140,11 +140,10 @@ def _interval(seeds: Sequence[Fairness]) -> str:
 
 def _marks(results: Sequence[Result], primary: str) -> dict[str, str | None]:
     """Per column the method that is ahead of every other one by more than the paired interval."""
-    tables = {r.label: r.seed_accuracy(primary) for r in results if r.at is not None}
+    alive = [result for result in results if result.at is not None]
     found: dict[str, str | None] = {"accuracy": None, "variance": None, "corrected": None}
-    for label, table in tables.items():
-        rivals = [t for name, t in tables.items() if name != label]
-        pairs = [pair(table, t, results[0].samples()) for t in rivals]
+    for result in alive:
+        pairs = [paired(result, other, primary, False) for other in alive if other is not result]
         ahead = {  # no method is ahead of one that cannot be compared
             "accuracy": [d is not None and d.accuracy.low > 0 for d in pairs],
             "variance": [d is not None and d.variance.high < 0 for d in pairs],
@@ -152,7 +151,7 @@ def _marks(results: Sequence[Result], primary: str) -> dict[str, str | None]:
         }
         for key, won in ahead.items():
             if won and all(won):
-                found[key] = label
+                found[key] = result.label
     return found
 
 

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from fairvar.errors import BadInput
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-else:  # for those who check types while running
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+else:  # type checks at run time do not need matplotlib
     Axes = Figure = Any
 
 Floats = NDArray[np.float64]
