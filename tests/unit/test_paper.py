@@ -1,4 +1,4 @@
-"""The paper's sentences: verdicts follow from the intervals, and from nothing else."""
+"""The paper's claims: verdicts follow from the intervals, and from nothing else."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from fairvar.metrics.paired import Difference
-from fairvar.report.compare import beside_fedavg
+from fairvar.report.compare import compared_with_fedavg
 from fairvar.report.paper import (
     ALIKE,
+    CLAIMS,
     LESS,
     MORE,
-    SENTENCES,
     _verdict,
     claims_table,
 )
@@ -37,8 +37,8 @@ def test_a_direction_must_be_clear_against_everyone() -> None:
 
 
 def test_every_variance_is_judged_raw_and_corrected() -> None:
-    raw = {(s.text, s.left) for s in SENTENCES if s.metric == "variance"}
-    corrected = {(s.text, s.left) for s in SENTENCES if s.metric == "corrected_variance"}
+    raw = {(s.text, s.left) for s in CLAIMS if s.metric == "variance"}
+    corrected = {(s.text, s.left) for s in CLAIMS if s.metric == "corrected_variance"}
     assert raw == corrected
     assert raw
 
@@ -60,9 +60,9 @@ def test_few_seeds_are_marked_and_never_judged_alone() -> None:
     assert late == marked
 
 
-def test_every_method_stands_beside_fedavg() -> None:
+def test_every_method_is_compared_with_fedavg() -> None:
     (first, *_) = groups = gather(Path(__file__).parents[2] / "results" / "cifar10")
-    beside = beside_fedavg(groups)
+    beside = compared_with_fedavg(groups)
     assert beside is not None
     alive = [r for g in groups for r in g.results if r.at is not None and r.label != "FedAvg"]
     assert [row.label for row in beside.rows] == [r.label for r in alive]
@@ -72,4 +72,4 @@ def test_every_method_stands_beside_fedavg() -> None:
                 low, high = map(float, str(text).partition("(")[2].partition(")")[0].split(" to "))
                 assert str(text).endswith("*") == (low > 0 or high < 0) or 0 in (low, high)
     without = replace(first, results=[r for r in first.results if r.label != "FedAvg"])
-    assert beside_fedavg([without]) is None
+    assert compared_with_fedavg([without]) is None

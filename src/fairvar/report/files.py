@@ -1,29 +1,29 @@
-"""A report on disk: tables in every format, figures, and one page that shows it all."""
+"""The files of a report: tables in every format, figures, and one page that shows them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tomli_w
 
-from fairvar.report.compare import beside_fedavg
+from fairvar.report.compare import compared_with_fedavg
 from fairvar.report.html import Page, PageFigure, Section, figure_svg, write_page
 from fairvar.report.paper import claims_table, printed
 from fairvar.report.render import render
 from fairvar.report.result_figures import (
     accuracy_figure,
-    beside_figure,
     curves_figure,
+    fedavg_figure,
     front_figure,
     partition_figure,
     weights_figure,
 )
 from fairvar.report.result_tables import (
     WHICH,
-    Numbered,
+    WithTables,
     clients_csv,
     noise_floor,
     overview_files,
@@ -39,23 +39,25 @@ from fairvar.runs.trials import Result
 
 FORMATS = {"md": "markdown", "tex": "latex", "csv": "csv", "txt": "terminal"}
 CAPTIONS = {
-    "client_accuracies": "Test accuracy of {model} from the worst to the best served client at the "
-    "chosen configuration; every rank is a mean over seeds. FedAvg in grey behind each method.",
+    "client_accuracies": "Test accuracy of {model} from the client with the lowest to the one with "
+    "the highest accuracy, at the chosen configuration; each rank is a mean over seeds. Grey: "
+    "FedAvg.",
     "front": "Test accuracy of {model} against its variance over clients; lower right is better. "
     "Dots are all configurations after their last round, marks the chosen ones with standard "
     "errors over seeds.",
     "curves": "Mean test accuracy of {model} over clients by round at the chosen configurations; "
     "bands span the seeds.",
-    "beside_fedavg": "Every method less FedAvg, averaged over the last quarter of the rounds, with "
-    "paired 95 % intervals over seeds and clients; filled where zero is left out.",
+    "compared_with_fedavg": "Every method minus FedAvg, averaged over the last quarter of the "
+    "rounds, with 95 % intervals, paired over seeds and clients; filled: the interval excludes "
+    "zero.",
     "weights": "The server's weights in the evaluated rounds, in one run of the chosen "
     "configuration.",
-    "partition": "Who holds what: training samples by client and class.",
+    "partition": "Training samples by client and class.",
 }
 
 
 def group_name(group: Group) -> str:
-    """Part of file names: the data set, the protocol if it is not the default, and alpha."""
+    """For file names: the data set, the protocol if it is not the default, and alpha."""
     parts = [group.source, *([group.data] if group.data else []), *group.kind]
     if group.alpha is not None:
         parts.append(f"alpha-{group.alpha:g}")
@@ -63,7 +65,7 @@ def group_name(group: Group) -> str:
 
 
 def group_names(groups: Sequence[Group]) -> list[str]:
-    """Each its own: federations may differ in what names do not tell, such as rounds."""
+    """Unique names: federations may differ in what is not part of a name, such as rounds."""
     names = [group_name(group) for group in groups]
     before = [names[:place].count(name) for place, name in enumerate(names)]
     return [f"{name}-{n + 1}" if n else name for name, n in zip(names, before, strict=True)]
@@ -82,7 +84,7 @@ def group_table(group: Group) -> Table:
         _title(group),
         [
             f"Protocol {config.protocol}: {work} per round, batch {batch}, "
-            f"{config.train.rounds} rounds; the table is about the {primary} model.",
+            f"{config.train.rounds} rounds; the table is about {WHICH[primary]}.",
             f"Seeds {', '.join(map(str, seeds))}; {len(births)} runs. ± is the standard error "
             f"over seeds. {_how_chosen(group)}",
             *_when_known(group),
@@ -97,7 +99,7 @@ def group_table(group: Group) -> Table:
 
 
 def _several_versions(group: Group) -> str | None:
-    """What to know where a method's code, or how it was run, changed between runs."""
+    """A note if a method's code, or how it was deployed, changed between runs."""
     labels = sorted({trial.label for trial in group.trials if trial.version})
     if not labels:
         return None
@@ -130,61 +132,52 @@ def _when_known(group: Group) -> Iterator[str]:
         yield f"Noise floor of the variance ×100: {floor:.3f}."
     alive = [result.trial.models for result in group.results if result.at is not None]
     if alive and not any("local" in models for models in alive):
-        yield "Clients' own models were not measured (evaluate.local = false)."
+        yield "Local models were not evaluated (evaluate.local = false)."
 
 
 def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[Table], list[Path]]:
     """All tables and figures, and index.html; returns the tables and the files."""
-    tables, written, sections = [], [], []
-    for group, name in zip(groups, group_names(groups), strict=True):
-        table = group_table(group)
-        tables.append(table)
-        for suffix, kind in FORMATS.items():
-            written.append(out / f"table-{name}.{suffix}")
-            write_text(written[-1], render(table, kind))
-        figures = list(_figures(group))
+    tables = [group_table(group) for group in groups]
+    texts: dict[str, str] = {}
+    figures: list[Path] = []
+    sections: list[Section] = []
+    for group, name, table in zip(groups, group_names(groups), tables, strict=True):
+        texts |= {f"table-{name}.{end}": render(table, kind) for end, kind in FORMATS.items()}
         shown = []
-        for kind, figure in figures:
+        for kind, figure in _figures(group):
             files = save(figure, out, f"{kind}-{name}")
-            written += files
-            # The page links the picture alone: results are often published without the PDFs.
-            links = [f.name for f in files if f.suffix == ".png"]
+            figures += files
+            # The page links only the PNG: results are often published without the PDFs.
+            links = [file.name for file in files if file.suffix == ".png"]
             caption = CAPTIONS[kind].format(model=WHICH[group.criterion.model])
             shown.append(PageFigure(figure_svg(figure), caption, links))
         sections.append(_section(group, name, table, shown))
-    numbered = list(zip(groups, tables, strict=True))
-    beside = {"clients.csv": clients_csv(groups), **overview_files(numbered)}
-    for file, content in beside.items():
-        written.append(out / file)
-        write_text(written[-1], content)
-    judged = {"claims": claims_table(groups), "beside_fedavg": beside_fedavg(groups)}
-    for name, found in judged.items():
+    with_tables = list(zip(groups, tables, strict=True))
+    texts |= {"clients.csv": clients_csv(groups), **overview_files(with_tables)}
+    sections = [*_overviews(with_tables), *sections]
+    for name, head, found in (
+        ("claims", "Claims of the paper", claims_table(groups)),
+        ("compared_with_fedavg", "Compared with FedAvg", compared_with_fedavg(groups)),
+    ):
         if found is not None:
-            written.append(out / f"{name}.md")
-            write_text(written[-1], render(found, "markdown"))
-    every = [*_overviews(numbered), *sections, *_judged(judged)]
-    page = Page(title, _subtitle(groups), every, _birth(groups))
-    written.append(write_page(out / "index.html", page))
-    return tables, written
+            texts[f"{name}.md"] = render(found, "markdown")
+            sections.append(Section(head, name, "", found))
+    for file, content in texts.items():
+        write_text(out / file, content)
+    page = Page(title, _subtitle(groups), sections, _provenance(groups))
+    index = write_page(out / "index.html", page)
+    return tables, [*(out / file for file in texts), *figures, index]
 
 
-def _overviews(numbered: Numbered) -> Iterable[Section]:
-    """What stands before the single federations."""
+def _overviews(with_tables: WithTables) -> Iterable[Section]:
+    """Sections over several federations, before those of single ones."""
     seen: list[str] = []
-    for table in overviews(numbered):
+    for table in overviews(with_tables):
         title = table.title.partition(":")[0]
         title = table.title if title in seen else title  # the same for another model
         seen.append(title)
         anchor = "".join(c if c.isascii() and c.isalnum() else "-" for c in title)
         yield Section(title, f"all-{anchor}", "", table)
-
-
-def _judged(judged: Mapping[str, Table | None]) -> Iterable[Section]:
-    """The long tables behind them."""
-    heads = {"claims": "The paper's sentences", "beside_fedavg": "Beside FedAvg"}
-    for name, found in judged.items():
-        if found is not None:
-            yield Section(heads[name], name, "", found)
 
 
 def _figures(group: Group) -> Iterable[tuple[str, Any]]:
@@ -195,9 +188,9 @@ def _figures(group: Group) -> Iterable[tuple[str, Any]]:
         if _spread_is_known(alive, primary):
             yield "front", front_figure(group.trials, alive, primary)
         yield "curves", curves_figure(alive, primary)
-        beside = beside_figure(alive)
-        if beside is not None:
-            yield "beside_fedavg", beside
+        differences = fedavg_figure(alive)
+        if differences is not None:
+            yield "compared_with_fedavg", differences
     weighted = [r for r in alive if r.trial.method.uses_losses]
     if weighted:
         yield "weights", weights_figure(weighted[0])
@@ -207,7 +200,7 @@ def _figures(group: Group) -> Iterable[tuple[str, Any]]:
 
 
 def _spread_is_known(results: Sequence[Result], model: str) -> bool:
-    """Of a single client there is none to draw."""
+    """Whether there is a variance over clients to draw; a single client has none."""
     return all(np.isfinite(result.trial.summary.last[model][1]) for result in results)
 
 
@@ -235,8 +228,8 @@ def _subtitle(groups: Sequence[Group]) -> str:
     return f"{runs} runs on {len(groups)} federation{'s' if len(groups) != 1 else ''}"
 
 
-def _birth(groups: Sequence[Group]) -> dict[str, str]:
-    """What the results were made with, over all runs."""
+def _provenance(groups: Sequence[Group]) -> dict[str, str]:
+    """What all the runs were made with."""
     births = [birth for g in groups for birth in g.births]
 
     def values(key: str) -> str:
@@ -247,7 +240,7 @@ def _birth(groups: Sequence[Group]) -> dict[str, str]:
         "fairvar": values("fairvar"),
         "torch": values("torch"),
         "device": values("device"),
-        "numbers": values("dtype"),
+        "dtype": values("dtype"),
         "seeds": values("seed"),
         "computing time of all runs": f"{seconds / 60:.1f} min",
     }
