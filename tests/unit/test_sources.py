@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import lzma
 import pickle
 import struct
 import tarfile
@@ -30,11 +29,10 @@ from fairvar.data import (
     describe,
     embedded,
     load_federation,
-    packed,
     sources,
     verify,
 )
-from fairvar.data.cifar import CIFAR10, python_batch
+from fairvar.data.readers.cifar import CIFAR10, python_batch
 from fairvar.data.subsample import stratified, subsample
 from fairvar.errors import BadInput
 
@@ -289,24 +287,6 @@ def test_npz_of_pixels(tmp_path, save):
     assert data.y.dtype == np.int64
 
 
-def test_packed_sheets(tmp_path, monkeypatch):
-    monkeypatch.setattr(packed, "ROWS", 5)
-    parts = cifar_parts("cifar10")
-    (tmp_path / "cifar10").mkdir()
-    lines = ""
-    for name, (x, labels) in parts.items():
-        sheet = x.reshape(4, 5, 3, 32, 32).transpose(1, 3, 0, 4, 2).reshape(160, 128, 3)
-        Image.fromarray(sheet).save(tmp_path / "cifar10" / f"{name}.webp", lossless=True)
-        lines += "".join(f"{label} some_{i}.png\n" for i, label in enumerate(labels))
-    (tmp_path / "cifar10" / "index.txt.xz").write_bytes(lzma.compress(lines.encode()))
-    write_cifar(tmp_path / "python", "cifar10", "python2")
-    one, two = (sources.load("cifar10", tmp_path / folder) for folder in ("cifar10", "python"))
-    assert one.sha256 == two.sha256
-    (tmp_path / "cifar10" / "index.txt.xz").write_bytes(lzma.compress(lines[:-20].encode()))
-    with pytest.raises(sources.FairvarError, match=r"index.txt.xz is refused: "):
-        sources.load("cifar10", tmp_path / "cifar10")
-
-
 # --- scale, sub-samples and federations ------------------------------------------------------
 
 
@@ -400,8 +380,9 @@ REFUSED = [
     ("digits", {"samples": 9}, "leave class . of digits empty"),
     ("cifar11", {}, "did you mean 'cifar1"),
     ("npz", {}, "say where it lies with root"),
-    ("npz", {"root": "nowhere.npz"}, "is no .npz file"),
-    ("folder", {"root": "nowhere"}, "is no folder"),
+    ("npz", {"root": "nowhere.npz"}, "root = 'nowhere.npz' does not exist"),
+    ("folder", {"root": "nowhere"}, "root = 'nowhere' does not exist"),
+    ("npz", {"root": "."}, "is no .npz file"),
 ]
 
 
@@ -523,22 +504,6 @@ def test_the_papers_mnist_from_the_originals():
     whole = np.array([5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949])
     assert np.abs(counts.numpy() - whole / 60).max() < 1
     assert (federation.test.counts <= 200).all()
-
-
-def test_a_real_sheet_of_cifar10():
-    sheet = packed.read_sheet(real("cifar10") / "test_batch.webp")
-    assert sheet.shape == (10_000, 3, 32, 32)
-    assert sheet.mean(axis=(0, 2, 3)) / 255 == pytest.approx([0.4942, 0.4851, 0.4504], abs=1e-3)
-
-
-@pytest.mark.slow
-def test_real_cifar():
-    data = sources.load("cifar10", real("cifar10"))
-    assert data.sha256 == SOURCES["cifar10"].sha256
-    assert np.bincount(data.y).tolist() == [6000] * 10
-    half = sources.load("cifar100", real("cifar100_half"))
-    assert half.provenance.startswith("half of CIFAR-100: 25000 training and 5000 test images")
-    assert np.bincount(half.y).tolist() == [300] * 100
 
 
 @pytest.mark.slow

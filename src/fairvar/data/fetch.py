@@ -22,7 +22,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fairvar.data.cache import datasets_dir, file_digest
-from fairvar.data.raw import reason
+from fairvar.data.readers import reason
 from fairvar.errors import BadInput, RunFailed, unknown
 
 Progress = Callable[[str, int, int], None]  # file, bytes so far, bytes in all
@@ -74,12 +74,12 @@ REMOTE: dict[str, tuple[Remote, ...]] = {
                "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
     ),
     "cifar10": (
-        Remote(_CIFAR + "cifar-10-python.tar.gz", 170498071, "c58f30108f718f92721af3b95e74349a",
-               "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"),
+        Remote(_CIFAR + "cifar-10-binary.tar.gz", 170052171, "c32a1d4ab5d03f1284b67883e8d87530",
+               "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"),
     ),
     "cifar100": (
-        Remote(_CIFAR + "cifar-100-python.tar.gz", 169001437, "eb9058c3a382ffc7106e4002c42a8d85",
-               "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7"),
+        Remote(_CIFAR + "cifar-100-binary.tar.gz", 168513733, "03b5dce01913d631647c71ecec9e9cb8",
+               "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"),
     ),
     "tiny_imagenet": (
         Remote("https://cs231n.stanford.edu/tiny-imagenet-200.zip", 248100043,
