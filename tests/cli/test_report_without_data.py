@@ -9,9 +9,10 @@ import pytest
 import fairvar.runs.runner as experiment
 from fairvar import cli
 from fairvar.errors import IntegrityError
-from fairvar.report.gather import stored_runs
+from fairvar.runs.batch import run_cell
 from fairvar.runs.plan import Plan
-from fairvar.runs.runner import Watch, run_cell
+from fairvar.runs.results import stored_runs
+from fairvar.runs.runner import Watch
 from fairvar.runs.stored import recorded_federation
 
 PLAN = {

@@ -227,28 +227,18 @@ def _die_in_save(doomed: str, step: str) -> None:
 
 def _log_computed(path: str) -> None:
     """Note every cell that was computed to its end, in a file that appends whole lines."""
-    from fairvar.runs import batch as groups
-    from fairvar.runs import runner as experiment
+    from fairvar.runs import batch
     from fairvar.runs.identity import identity_of
 
-    alone, together = experiment.compute, groups.compute_group
+    real = batch.compute
 
-    def note(configs: Sequence[Any]) -> None:
+    def compute(configs: Sequence[Any], *rest: Any) -> Any:
+        histories = real(configs, *rest)
         with Path(path).open("a") as file:
             file.writelines(f"{identity_of(c).name} {os.getpid()}\n" for c in configs)
-
-    def compute(config: Any, *rest: Any) -> Any:
-        history = alone(config, *rest)
-        note([config])
-        return history
-
-    def compute_group(configs: Any, *rest: Any) -> Any:
-        histories = together(configs, *rest)
-        note(configs)
         return histories
 
-    experiment.compute = groups.compute = compute
-    groups.compute_group = compute_group
+    batch.compute = compute
 
 
 def _child(arguments: Sequence[str], fault: Mapping[str, Any], words: Path) -> None:

@@ -20,9 +20,10 @@ from nursery import KEPT, run_bytes
 from safetensors.torch import load, save
 
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.report.gather import gather
+from fairvar.runs.batch import run_cell
 from fairvar.runs.plan import Plan
-from fairvar.runs.runner import Interrupted, Watch, run_cell, run_folder
+from fairvar.runs.results import gather
+from fairvar.runs.runner import Interrupted, Watch, run_folder
 from fairvar.runs.store import (
     MANIFEST,
     SLOTS,

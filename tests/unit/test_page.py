@@ -30,7 +30,7 @@ from fairvar.report import (
     render_page,
     write_page,
 )
-from fairvar.report.results import SHORT, result_columns
+from fairvar.report.result_tables import SHORT, result_columns
 
 HOSTILE = '</td><script>alert("1")</script>\'"&<img src=x onerror=alert(1)>\x00\ud800'
 COLUMNS = [column for column in result_columns("global") if column.key in SHORT]

@@ -13,11 +13,11 @@ import pytest
 from fairvar import cli
 from fairvar.errors import BadInput
 from fairvar.report import write
-from fairvar.report.gather import gather
-from fairvar.report.results import WHEN_UNDEFINED
-from fairvar.report.versus import side, versus
+from fairvar.report.compare import side, versus
+from fairvar.report.result_tables import WHEN_UNDEFINED
 from fairvar.report.write import group_table, write_report
 from fairvar.runs.plan import Plan
+from fairvar.runs.results import gather
 from fairvar.runs.sweep import run_sweep
 
 pytest.importorskip("matplotlib")

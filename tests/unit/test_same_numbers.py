@@ -17,18 +17,18 @@ import pytest
 from fairvar import cli
 from fairvar.metrics import DEFINITIONS, fairness
 from fairvar.report import write
-from fairvar.report.gather import Group, gather
-from fairvar.report.pictures import (
+from fairvar.report.result_figures import (
     accuracy_figure,
     beside_figure,
     curves_figure,
     front_figure,
     weights_figure,
 )
-from fairvar.report.results import result_columns
+from fairvar.report.result_tables import result_columns
 from fairvar.report.table import Estimate, Table
 from fairvar.report.write import group_table
 from fairvar.runs.plan import Plan
+from fairvar.runs.results import Group, gather
 from fairvar.runs.sweep import run_sweep
 
 pytest.importorskip("matplotlib")

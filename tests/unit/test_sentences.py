@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from fairvar.report.beside import beside_fedavg
-from fairvar.report.claims import (
+from fairvar.metrics.paired import Difference
+from fairvar.report.compare import beside_fedavg
+from fairvar.report.paper import (
     ALIKE,
     LESS,
     MORE,
@@ -14,8 +15,7 @@ from fairvar.report.claims import (
     _verdict,
     claims_table,
 )
-from fairvar.report.gather import gather
-from fairvar.report.paired import Difference
+from fairvar.runs.results import gather
 
 UP, DOWN = Difference(1.0, 0.5, 1.5), Difference(-1.0, -1.5, -0.5)
 NOISE = Difference(0.2, -0.5, 0.9)

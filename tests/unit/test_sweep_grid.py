@@ -21,9 +21,10 @@ from fairvar.errors import BadInput
 from fairvar.runs import batch as groups
 from fairvar.runs import runner as experiment
 from fairvar.runs import sweep
-from fairvar.runs.batch import arrange, kind, run_group
+from fairvar.runs.batch import arrange, run_cell, run_group
+from fairvar.runs.identity import batch_key, fingerprint
 from fairvar.runs.plan import Plan
-from fairvar.runs.runner import Interrupted, Watch, missing, run_cell, run_folder
+from fairvar.runs.runner import Interrupted, Watch, missing, run_folder
 from fairvar.runs.store import MANIFEST, SLOTS, pack_files, unpack_files
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.sweep import crowding, project, run_sweep, shard
@@ -82,8 +83,7 @@ class Lockstep:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Lockstep:
     fake = Lockstep()
     monkeypatch.setattr(experiment, "SECONDS_BETWEEN_CHECKPOINTS", 1e9)  # however slow the machine
-    for module in (groups, sweep):
-        monkeypatch.setattr(module, "train_grid", fake)
+    monkeypatch.setattr(experiment, "train_grid", fake)
     monkeypatch.setattr(groups, "trains_together", lambda members, federation, loss: True)
     monkeypatch.setattr(groups, "members_that_fit", lambda members, federation: 1000)
     return fake
@@ -118,8 +118,8 @@ def all_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_papers_grid_in_groups():
     cells = Plan.load(PAPER / "mnist.toml").cells
     found = arrange(cells)
-    assert sorted(c.fingerprint for g in found for c in g) == sorted(c.fingerprint for c in cells)
-    assert all(len({kind(cell) for cell in group}) == 1 for group in found)
+    assert sorted(fingerprint(c) for g in found for c in g) == sorted(fingerprint(c) for c in cells)
+    assert all(len({batch_key(cell) for cell in group}) == 1 for group in found)
     assert max(map(len, found)) == groups.MOST_TOGETHER
     assert len(found) < 100
     assert all(len(group) > 20 for group in found)
@@ -322,7 +322,7 @@ def test_one_that_diverges_does_not_disturb_the_others(engine, calm, tmp_path):
 
 def test_bad_input_names_the_run_and_leaves_nothing(engine, tmp_path, monkeypatch):
     cells = plan(model={}).cells
-    real = groups.prepare
+    real = experiment.prepare
 
     def prepare(model: Any, data: Any, method: Any, loss: Any, settings: Any) -> Any:
         if settings.lr == 0.5:
@@ -333,8 +333,8 @@ def test_bad_input_names_the_run_and_leaves_nothing(engine, tmp_path, monkeypatc
         for m in members:
             prepare(m.model, rest[0], m.method, rest[1], m.settings)
 
-    monkeypatch.setattr(groups, "prepare", prepare)
-    monkeypatch.setattr(groups, "train_grid", train)
+    monkeypatch.setattr(experiment, "prepare", prepare)
+    monkeypatch.setattr(experiment, "train_grid", train)
     out = tmp_path / "out"
     with pytest.raises(BadInput, match=r"^FairLoss\*, strength 0.1, lr 0.5, seed 0: half is too m"):
         run_sweep(cells, out, quiet)

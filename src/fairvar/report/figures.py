@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from fairvar.errors import BadInput
 from fairvar.metrics import fairness
-from fairvar.report.look import (
+from fairvar.report.style import (
     BASELINE,
     DARK,
     GREY,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fairvar.metrics import DEFINITIONS
-from fairvar.report.look import look
 from fairvar.report.markup import NOTHING, Html, join, tag, text
+from fairvar.report.style import look
 from fairvar.report.table import Cell, Column, Estimate, Row, Table, parts
 
 

@@ -9,15 +9,11 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from fairvar.report.beside import beside_fedavg
-from fairvar.report.claims import claims_table
-from fairvar.report.clients import clients_csv
-from fairvar.report.gather import Group
-from fairvar.report.look import save
-from fairvar.report.overview import WHICH, Numbered, overview_files, overviews
-from fairvar.report.page import Page, PageFigure, Section, figure_svg, write_page
-from fairvar.report.paper import printed
-from fairvar.report.pictures import (
+from fairvar.report.compare import beside_fedavg
+from fairvar.report.html import Page, PageFigure, Section, figure_svg, write_page
+from fairvar.report.paper import claims_table, printed
+from fairvar.report.render import render
+from fairvar.report.result_figures import (
     accuracy_figure,
     beside_figure,
     curves_figure,
@@ -25,11 +21,21 @@ from fairvar.report.pictures import (
     partition_figure,
     weights_figure,
 )
-from fairvar.report.render import render
-from fairvar.report.results import Result, noise_floor, result_table
+from fairvar.report.result_tables import (
+    WHICH,
+    Numbered,
+    clients_csv,
+    noise_floor,
+    overview_files,
+    overviews,
+    result_table,
+)
+from fairvar.report.style import save
 from fairvar.report.table import Table
+from fairvar.runs.results import Group
 from fairvar.runs.runner import start_note
 from fairvar.runs.store import write_text
+from fairvar.runs.trials import Result
 
 FORMATS = {"md": "markdown", "tex": "latex", "csv": "csv", "txt": "terminal"}
 CAPTIONS = {

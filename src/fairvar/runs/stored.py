@@ -1,4 +1,4 @@
-"""Finished runs on disk: read, and checked against their own records."""
+"""Read stored runs, and check that their files agree with each other."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fairvar.errors import BadInput, IntegrityError
 from fairvar.runs.config import Config, parse_toml
 from fairvar.runs.identity import (
     Identity,
+    fingerprint,
     recorded_identity,
     version_of,
 )
@@ -37,13 +38,13 @@ T = TypeVar("T")
 
 
 class Deployed(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a run that was deployed: its configuration may tell of data and a model that
-    were not used."""
+    """Facts about a deployed run, whose configuration may name data and a model that were not
+    used."""
 
     nodes: Annotated[int, msgspec.Meta(ge=0)]  # that took part
-    own_data: bool  # the nodes' own files; else parts of the data set that the configuration names
-    own_model: bool  # the app's; else the one that the configuration names
-    model: str  # its class or name
+    own_data: bool  # the nodes' files; otherwise parts of the data set of the configuration
+    own_model: bool  # the app's model; otherwise that of the configuration
+    model: str  # class or name of the model
     parameters: Annotated[int, msgspec.Meta(ge=0)]
 
     @property
@@ -52,7 +53,7 @@ class Deployed(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def of(manifest: Mapping[str, Any], where: Path) -> Deployed | None:
-        """From the manifest of a run or summary; None for a simulated one."""
+        """Of the manifest of a run or summary; None for a simulated one."""
         passport, birth = manifest["passport"], manifest.get("birth") or manifest["births"][0]
         if "deployed" not in manifest and str(birth.get("engine")).startswith("flower"):
             return Deployed(  # stored before this was recorded
@@ -67,7 +68,7 @@ class Deployed(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A finished run on disk; the history is read when asked for."""
+    """A finished run on disk; history and state are read on demand."""
 
     folder: Path
     config: Config
@@ -102,7 +103,7 @@ class StoredRun:
         return found
 
     def state(self) -> State:
-        """The final state; that of a condensed run was not kept."""
+        """The final state, which condensed runs do not have."""
         if self.manifest.get("condensed"):
             return no_state(int(self.manifest["rounds"]))
         state = self._read("state.safetensors", unpack_state)
@@ -119,7 +120,7 @@ class StoredRun:
 
 
 def stored_config(path: Path, content: bytes) -> Config:
-    """A configuration as it was stored: all its sections are there."""
+    """A stored configuration, which must have all sections."""
     try:
         values = parse_toml(content.decode(), str(path))
         lacking = [field for field in Config.__struct_fields__ if field not in values]
@@ -131,11 +132,11 @@ def stored_config(path: Path, content: bytes) -> Config:
 
 
 def _check_same_run(folder: Path, manifest: RunManifest, config: Config) -> None:
-    """The manifest is of this configuration."""
+    """Raise unless the manifest belongs to this configuration."""
     rounds = config.train.rounds
     agree(
         f"the run in {folder}",
-        fingerprint=(manifest.fingerprint, config.fingerprint),
+        fingerprint=(manifest.fingerprint, fingerprint(config)),
         name=(manifest.name, config.name),
         method=(manifest.method, config.method.label),
         protocol=(manifest.protocol, config.protocol),
@@ -148,18 +149,18 @@ def _check_same_run(folder: Path, manifest: RunManifest, config: Config) -> None
 
 
 def _check_identity(run: StoredRun) -> None:
-    """What the run computes, as far as its other records tell: copies and versions go by it."""
+    """Raise unless the recorded identity agrees with the other records."""
     found, config = run.identity, run.config
     agree(
         f"the run in {run.folder}",
-        settings=(found.settings, config.fingerprint),
+        settings=(found.settings, fingerprint(config)),
         data=(found.data, run.manifest["passport"].get("dataset_sha256")),
         version=(found.version, min(max(found.version, 1), version_of(config.method))),
     )
 
 
 def check_same_data(folder: Path, passport: Partition, config: Config) -> None:
-    """The partition is the one that the configuration asks for, as far as it was noted."""
+    """Raise unless the partition is that of the configuration, as far as it was recorded."""
     asked = msgspec.to_builtins(config.partition)
     pairs = {
         "clients": (passport.clients, config.data.clients),
@@ -172,20 +173,22 @@ def check_same_data(folder: Path, passport: Partition, config: Config) -> None:
     agree(folder, **{fact: pair for fact, pair in pairs.items() if pair[0] is not None})
 
 
-def _where_told(told: Sequence[int], known: Sequence[int] | None) -> list[int]:
-    return [size and one for size, one in zip(told, known or told, strict=False)]
+def _where_reported(reported: Sequence[int], known: Sequence[int] | None) -> list[int]:
+    return [size and one for size, one in zip(reported, known or reported, strict=False)]
 
 
 def _check_same_history(run: StoredRun, history: History) -> None:
-    """The history is of this run: as many clients, samples and rounds, and it is whole."""
+    """Raise unless the history belongs to this run and is complete."""
     facts, rounds = run.manifest, run.config.train.rounds
     last = int(history.evaluated[-1]) if len(history.evaluated) else 0
     diverged = facts["diverged_at"]  # the last evaluation is missing if the run diverged
     whole = rounds if diverged is None else min(last, diverged, rounds - 1)
     samples = {split: counts.tolist() for split, counts in history.samples.items()}
     sizes = facts["passport"].get("split_sizes") or samples
-    if Deployed.of(facts, run.folder) is not None:  # clients that never told their sizes have 0
-        sizes = {split: _where_told(counts, sizes.get(split)) for split, counts in samples.items()}
+    if Deployed.of(facts, run.folder) is not None:  # clients that never reported their sizes have 0
+        sizes = {
+            split: _where_reported(counts, sizes.get(split)) for split, counts in samples.items()
+        }
     counters = (history.exchanges, history.bytes_down, history.bytes_up)
     named = ("exchanges_per_client", "bytes_down_per_client", "bytes_up_per_client")
     agree(
@@ -198,7 +201,7 @@ def _check_same_history(run: StoredRun, history: History) -> None:
 
 
 def recorded_federation(run: StoredRun) -> dict[str, Any] | None:
-    """The passport and class counts behind a stored run, if they were kept beside it."""
+    """The partition of a stored run with its class counts, if it is stored in the same folder."""
     sha = str(run.manifest["passport"].get("sha256", "unknown"))
     try:
         path = inside(run.folder.parent / "federations", f"{sha[:16]}.json")
@@ -212,8 +215,8 @@ def recorded_federation(run: StoredRun) -> dict[str, Any] | None:
 
 
 def final_scores(history: History) -> dict[str, dict[str, float]]:
-    """The main fairness numbers of every evaluated split and model after the last round; without
-    those of which no client of a deployed run has told anything."""
+    """The main fairness numbers of every evaluated split and model after the last round, without
+    those that no client of a deployed run reported."""
     found: dict[str, dict[str, float]] = {}
     for (split, model), table in history.accuracy.items():
         if len(history.evaluated) and bool(table[-1].isfinite().any()):

@@ -25,10 +25,10 @@ from fairvar import rng
 from fairvar.engine.history import History
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.report.gather import places, stored_runs
 from fairvar.runs.archive import ARCHIVE, LIST, Condensed, extract, unpacked, write_list
 from fairvar.runs.config import Config
 from fairvar.runs.identity import identity_of
+from fairvar.runs.results import places, stored_runs
 from fairvar.runs.runner import federation_of, model_of
 from fairvar.runs.store import is_complete, verify
 from fairvar.runs.stored import Deployed, StoredRun, final_scores

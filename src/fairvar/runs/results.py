@@ -13,8 +13,6 @@ from msgspec.structs import replace as with_fields
 from fairvar.data import Dirichlet
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.methods import METHODS
-from fairvar.report.results import Result, choose, validated
-from fairvar.report.trial import Summary, Trial
 from fairvar.runs.archive import Condensed, unpacked
 from fairvar.runs.config import Config
 from fairvar.runs.identity import group_key, trial_key
@@ -22,6 +20,7 @@ from fairvar.runs.select import Criterion
 from fairvar.runs.serialize import condensed_history
 from fairvar.runs.store import is_complete, read_sealed
 from fairvar.runs.stored import Deployed, StoredRun, recorded_federation
+from fairvar.runs.trials import Result, Summary, Trial, choose, validated
 
 Rule = Callable[[Config], Criterion]
 Piece = StoredRun | Condensed

@@ -1,9 +1,9 @@
-"""Flower's grid as a transport: our own push and pull, since the stock loop looks every 3 seconds.
+"""Messages over a Flower grid, with our own loop: Flower's polls every 3 seconds only.
 
-Every new node is asked once which client it is (`hello`), and one that did not answer in time is
-asked again before it gets more work. Nobody waits for nodes that are not needed. From its first
-hello on a client id belongs to the key with which that node is registered, also after a restart of
-the server: another node that gives the same id is left out until the operator releases the id.
+Every new node is asked once which client it is (`hello`), and a node that did not answer in time is
+asked again before it gets more work. The server never waits for nodes that it does not need. From
+its first hello on, a client id belongs to the key with which that node is registered, also after a
+restart of the server: another node with the same id is left out until the operator releases the id.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from fairvar.deploy.messages import Message
 from fairvar.tree import Tree
 
 LOG = logging.getLogger("flwr.fairvar")
-PAUSE = 0.1  # seconds between looks for replies; a look costs about 10 ms
-LOOK_ROUND = 2.0  # seconds between looks for new nodes during an exchange
+PAUSE = 0.1  # seconds between two polls for replies; a poll takes about 10 ms
+POLL_NODES = 2.0  # seconds between two polls for new nodes during an exchange
 RETRY = 15.0  # seconds before a node that could not be used is asked again
-HELLO_LIFE = 3600.0  # seconds; a node that is busy or away may answer late
-Reply = Envelope | Exception  # what came, or what Flower raised when it opened it
+HELLO_LIFE = 3600.0  # seconds; a busy node may answer late
+Reply = Envelope | Exception  # a reply, or the error that Flower raised when it opened one
 
 
 class GridTransport:
@@ -41,13 +41,13 @@ class GridTransport:
     name = "flower"
 
     def __init__(self, grid: Grid, clients: int, facts: Mapping[str, float] | None = None) -> None:
-        """`facts` go with every train request, for Flower's mods on the node."""
+        """`facts` are added to every train request, for Flower's mods on the node."""
         self.grid, self.clients, self.facts = grid, clients, facts or {}
         self.nodes: dict[int, int] = {}  # client id → node id
-        self.keys: dict[int, str] = {}  # client id → the key that it belongs to
+        self.keys: dict[int, str] = {}  # client id → the key of its node
         self.listed: dict[int, str] = {}  # node id → its key
-        self.greeted: dict[str, int] = {}  # hello messages under way → node id
-        self.shunned: dict[int, float] = {}  # node id → when to ask it again
+        self.greeted: dict[str, int] = {}  # unanswered hello messages → node id
+        self.refused: dict[int, float] = {}  # node id → when to ask it again
 
     def present(self, at_least: int, seconds: float) -> Sequence[int]:
         end = time.monotonic() + seconds
@@ -70,7 +70,7 @@ class GridTransport:
             self._lose(client, asked[client], "no reply in time")  # it must say hello again
 
     def _push(self, envelopes: Iterable[tuple[int, Envelope]]) -> dict[str, int]:
-        """Message id → whom it was for. One by one: what Flower cannot take is no other's loss."""
+        """Message id → recipient. One by one, so that a message that Flower refuses is alone."""
         sent = {}
         for whom, envelope in envelopes:
             (*ids,) = self.grid.push_messages([envelope])
@@ -79,17 +79,17 @@ class GridTransport:
         return sent
 
     def _replies(self, ids: set[str], seconds: float) -> Iterator[tuple[str, Reply]]:
-        """Those that come before the time is over, each with the id of the message it answers."""
-        end, welcome = time.monotonic() + seconds, time.monotonic() + LOOK_ROUND
+        """Replies that arrive in time, each with the id of the message that it answers."""
+        end, welcome = time.monotonic() + seconds, time.monotonic() + POLL_NODES
         while ids and time.monotonic() < end:
             for message, reply in self._pull(ids):
                 ids.discard(message)
                 yield message, reply
             if ids:
                 time.sleep(PAUSE)
-            if time.monotonic() > welcome:  # who comes now can be asked in the next exchange
+            if time.monotonic() > welcome:  # new nodes can take part in the next exchange
                 self._welcome()
-                welcome = time.monotonic() + LOOK_ROUND
+                welcome = time.monotonic() + POLL_NODES
 
     def _envelope(self, request: Message, seconds: float) -> Envelope:
         kind = request.stamp.exchange
@@ -97,34 +97,34 @@ class GridTransport:
         return Envelope(records, self.nodes[request.client], KINDS[kind], ttl=seconds)
 
     def _lose(self, client: int, node: int, why: str) -> None:
-        if self.nodes.get(client) == node:  # not another one that came in its place
+        if self.nodes.get(client) == node:  # and not a node that replaced it
             del self.nodes[client]
             LOG.warning("client %s is lost: %s", client, why)
 
     def _arrival(self, client: int, reply: Reply, node: int, like: Tree) -> Arrival:
-        """The one place where a node's reply is opened: whatever it raises is its own fault."""
+        """The only place where a reply is opened; any exception that it causes is its own fault."""
         try:
             if isinstance(reply, Exception):
                 raise reply
             if not reply.has_error():
                 return Arrival(client, from_records(reply.content, like))
-            why, late = short(reply), reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
+            why, late = error_of(reply), reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
         except Unreadable as error:
             return Arrival(client, None, error.reason, brief(error.detail))
         except Exception as error:
             return Arrival(client, None, Reason.FORMAT, brief(repr(error)))
         self._lose(client, node, why)
-        # `late`: the deadline by the SuperLink's clock, where that is first.
+        # `late`: the deadline passed by the SuperLink's clock, which may be ahead of ours.
         return Arrival(client, None, Reason.NO_REPLY if late else Reason.ERROR, why)
 
     def _welcome(self) -> None:
-        """Find out who the new nodes are, without waiting for any of them."""
+        """Ask new nodes which clients they are, without waiting for answers."""
         self.listed = {info.node_id: self._key(info) for info in self.grid.get_nodes()}
         for client, node in list(self.nodes.items()):
             if node not in self.listed:
                 self._lose(client, node, "its node is offline")
-        shunned = {n for n, until in self.shunned.items() if time.monotonic() < until}
-        known = {*self.nodes.values(), *self.greeted.values(), *shunned}
+        waiting = {n for n, until in self.refused.items() if time.monotonic() < until}
+        known = {*self.nodes.values(), *self.greeted.values(), *waiting}
         new = sorted(self.listed.keys() - known)
         self.greeted |= self._push(
             (n, Envelope(RecordDict(), n, HELLO, ttl=HELLO_LIFE)) for n in new
@@ -151,12 +151,12 @@ class GridTransport:
             self.keys |= {client: key} if (key := self.listed[node]) else {}
             LOG.info("client %s is there: node %s", client, node)
             return
-        self.shunned[node] = again
+        self.refused[node] = again
         LOG.warning("node %s %s; it is left out", node, brief(why))
 
     def _key(self, info: NodeInfo) -> str:
-        """The fingerprint of the key that a node is registered with; without one, its node id. In a
-        simulation keys are drawn anew whenever it starts."""
+        """The fingerprint of the key that a node is registered with; without one, its node id.
+        Empty in simulations, which draw new keys at every start."""
         if isinstance(self.grid, InMemoryGrid):
             return ""
         if not info.public_key:
@@ -164,7 +164,7 @@ class GridTransport:
         return hashlib.sha256(info.public_key).hexdigest()[:32]
 
     def _of_another(self, client: int, key: str) -> str | None:
-        """Why this client cannot belong to this key; nothing in simulations, which have none."""
+        """Why this client cannot belong to this key; None if it can."""
         if not key:
             return None
         bound = self.keys.get(client, key)
@@ -175,14 +175,14 @@ class GridTransport:
         return f"its key {key} belongs to client {theirs[0]}" if theirs else None
 
     def _pull(self, ids: Iterable[str]) -> Iterator[tuple[str, Reply]]:
-        """Replies that have come, each with the id of the message that was asked for. One by one:
-        Flower opens a reply as it fetches it, and one that breaks there would take the others
-        along; nor does a reply's own word for what it answers count."""
+        """Replies that have arrived, each with the id of the message that was asked for. One by
+        one: Flower opens a reply when it fetches it, and an error there would lose the others. What
+        a reply itself says that it answers is not trusted."""
         for message in list(ids):
             try:
                 found = next(iter(self.grid.pull_messages([message])), None)
             except TransportError:
-                raise  # the SuperLink is gone: no reply's fault
+                raise  # the SuperLink cannot be reached
             except Exception as error:
                 yield message, error
                 continue
@@ -190,5 +190,5 @@ class GridTransport:
                 yield message, found
 
 
-def short(reply: Envelope) -> str:
+def error_of(reply: Envelope) -> str:
     return brief(f"Flower's error {reply.error.code}: {reply.error.reason or ''}")

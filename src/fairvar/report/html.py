@@ -19,9 +19,9 @@ from urllib.parse import quote
 
 from fairvar.errors import BadInput
 from fairvar.metrics import DEFINITIONS
-from fairvar.report.look import svg as figure_svg
 from fairvar.report.markup import NOTHING, Html, drawing, join, tag, text
 from fairvar.report.page_table import legend, scrolling_table
+from fairvar.report.style import svg as figure_svg
 from fairvar.report.table import Table
 from fairvar.runs.store import write_text
 

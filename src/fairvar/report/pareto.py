@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fairvar.metrics import pareto_front
-from fairvar.report.look import (
+from fairvar.report.style import (
     DARK,
     VARIANCE,
     Floats,

@@ -1,5 +1,9 @@
-"""The replies of secure aggregation, checked stage by stage: a node that sends nonsense is left out
-by name, and Flower's workflow sees the others only."""
+"""Secure aggregation on the server: Flower's workflow, with every reply checked.
+
+Flower lets one reply of the wrong form stop the whole sum. Masked values cannot be checked, but the
+rest of a reply can: a node that sends nonsense is left out by name, and Flower's workflow gets the
+other replies only.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +12,140 @@ from collections.abc import Iterable, Sequence, Set
 from itertools import combinations, islice
 from typing import Any
 
+import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric.ec import SECP384R1
+from flwr.app import ArrayRecord, ConfigRecord, Context, RecordDict
 from flwr.app import Message as Envelope
+from flwr.common import parameters_to_ndarrays
 from flwr.common.secure_aggregation.crypto.shamir import combine_shares
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 from flwr.compat.common import recorddict_compat as compat
+from flwr.server import LegacyContext
+from flwr.server.compat.grid_client_proxy import GridClientProxy
+from flwr.server.strategy import FedAvg
+from flwr.server.workflow import SecAggPlusWorkflow
+from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
+from flwr.server.workflow.constant import Key as RoundKey
+from flwr.serverapp import Grid
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key
 
-from fairvar.deploy.flower.grid import GridTransport, Reply, short
-from fairvar.deploy.flower.wire import header_of
+from fairvar.deploy.flower.secure import (
+    FEWEST,
+    MODULUS,
+    UNREADABLE,
+    SecureSettings,
+    pack_request,
+    quantisation,
+)
+from fairvar.deploy.flower.transport import LOG, GridTransport, Reply, error_of
+from fairvar.deploy.flower.wire import header_of, to_records
 from fairvar.deploy.guard import Arrival, Reason, brief
+from fairvar.deploy.messages import Message
+from fairvar.deploy.summed import Mean
 from fairvar.tree import Tree
 
-FEWEST = 3  # of two clients, each can subtract itself from the sum
-UNREADABLE = "unreadable"  # a node's complaint: of these nodes' shares
 LONGEST_SHARE = 4096  # bytes; Flower's have about 1,000
 
 
+class SecureTransport(GridTransport):
+    """Clients behind a Flower grid, whose replies reach the server as sums only."""
+
+    name = "flower-secure"
+
+    def __init__(
+        self, grid: Grid, clients: int, settings: SecureSettings, facts: dict[str, float]
+    ) -> None:
+        super().__init__(grid, clients, facts)
+        self.settings = settings
+
+    def mean(self, requests: Sequence[Message], like: Tree, seconds: float) -> Mean:
+        """Flower cannot recover the sum if a node leaves before the masks are agreed on. No client
+        has trained by then, so the stages start again without that node."""
+        sent = {r.client: r for r in requests if r.client in self.nodes}
+        lost: dict[int, Arrival] = {}
+        while len(sent) >= FEWEST:
+            plan = _Strategy(self, sent, list(like))
+            nodes = {plan.nodes[c]: c for c in sent}
+            stages = Stages(self, nodes, like, seconds, self.settings.max_weight)
+            again = self._run(plan, stages)
+            lost |= {c: a for c, a in stages.lost.items() if c not in plan.share}
+            for client, arrival in lost.items():
+                self._lose(client, plan.nodes.get(client, 0), arrival.detail or "no reply in time")
+            if not again:
+                return _mean(plan, like, list(lost.values()))
+            sent = {c: r for c, r in sent.items() if c not in lost}
+        return Mean([], torch.zeros(0, dtype=torch.float64), {}, list(lost.values()))
+
+    def _run(self, plan: _Strategy, stages: Stages) -> bool:
+        """The four stages; True if they must start again with the remaining clients."""
+        context = LegacyContext(Context(0, 0, {}, RecordDict(), {}, 0), strategy=plan)
+        context.state[MAIN_CONFIGS_RECORD] = ConfigRecord({RoundKey.CURRENT_ROUND: plan.round})
+        context.state[MAIN_PARAMS_RECORD] = ArrayRecord()
+        workflow = SecAggPlusWorkflow(
+            num_shares=1.0,
+            reconstruction_threshold=float(self.settings.threshold),
+            max_weight=float(self.settings.max_weight),
+            clipping_range=float(self.settings.clipping_range),
+            quantization_range=quantisation(self.clients),
+            modulus_range=MODULUS,
+        )
+        try:
+            workflow(stages, context)  # type: ignore[arg-type]
+        except LeftEarly:
+            return True
+        except Exception as error:
+            LOG.warning("secure aggregation broke off: %s", brief(repr(error)))
+            return stages.blame()
+        return False
+
+
+def _mean(plan: _Strategy, like: Tree, lost: Sequence[Arrival]) -> Mean:
+    """Empty if secure aggregation failed."""
+    ids = sorted(plan.share)
+    weights = torch.tensor([plan.share[i] for i in ids], dtype=torch.float64)
+    arrays = {
+        name: torch.from_numpy(np.ascontiguousarray(a)).double()
+        for name, a in zip(like, plan.sums, strict=False)
+    }
+    return Mean(ids, weights / weights.sum(), arrays, lost)
+
+
+class _Strategy(FedAvg):
+    """Gives Flower's workflow the requests, and keeps the mean that it recovers."""
+
+    def __init__(
+        self, transport: SecureTransport, requests: dict[int, Message], wanted: list[str]
+    ) -> None:
+        super().__init__()
+        self.transport, self.requests, self.wanted = transport, requests, wanted
+        self.round = next(iter(requests.values())).stamp.round
+        self.nodes = {client: transport.nodes[client] for client in requests}
+        self.share: dict[int, int] = {}  # client → its weight, when the sum is known
+        self.sums: list[np.ndarray] = []
+
+    def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> Any:
+        t = self.transport
+        return [
+            (GridClientProxy(self.nodes[client], t.grid, 0),
+             pack_request(to_records(request, t.facts), self.wanted))
+            for client, request in self.requests.items()
+        ]  # fmt: skip
+
+    def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
+        """Every result holds the mean."""
+        named = {node: client for client, node in self.nodes.items()}
+        self.share = {named[proxy.node_id]: res.num_examples for proxy, res in results}
+        self.sums = parameters_to_ndarrays(results[0][1].parameters)
+        return None, {}
+
+
 class LeftEarly(Exception):
-    """A node was lost before the masks were agreed on."""
+    """A node left before the masks were agreed on."""
 
 
 class Stages:
-    """The part of a grid that the workflow uses, with our own loop and a look at what comes: Flower
-    lets one reply of the wrong form stop the whole sum. Masked values say nothing, but the rest of
-    a reply can be checked, and who sends nonsense is left out by name."""
+    """The part of a grid that the workflow uses, with our own loop and checks of every reply."""
 
     def __init__(
         self,
@@ -47,7 +159,7 @@ class Stages:
         self.max_weight = max_weight
         self.shapes = [(1,), *(tuple(leaf.shape) for leaf in like.values())]  # weights come first
         self.threshold = FEWEST
-        self.shares: dict[int, dict[int, bytes]] = {}  # in the last stage: whose → from whom → it
+        self.shares: dict[int, dict[int, bytes]] = {}  # in the last stage: owner → sender → share
         self.lost: dict[int, Arrival] = {}
 
     def send_and_receive(
@@ -87,7 +199,7 @@ class Stages:
         return kept
 
     def _complaints(self, kept: dict[int, Envelope]) -> dict[int, list[int]]:
-        """Who cannot read whose shares."""
+        """Client → the clients whose shares it cannot decrypt."""
         told = {client: _configs(reply).get(UNREADABLE) for client, reply in kept.items()}
         return {c: [self.clients[n] for n in nodes] for c, nodes in told.items() if nodes}
 
@@ -96,12 +208,12 @@ class Stages:
             self.lost.setdefault(client, Arrival(client, None, reason, detail))
 
     def _judged(self, client: int, reply: Reply, asked: Envelope, stage: object) -> Arrival | None:
-        """What is wrong with a reply; whatever it raises is its own fault."""
+        """What is wrong with a reply; any exception that it causes is its own fault."""
         try:
             if isinstance(reply, Exception):
                 raise reply
             if reply.has_error():
-                return Arrival(client, None, Reason.ERROR, short(reply))
+                return Arrival(client, None, Reason.ERROR, error_of(reply))
             if reply.metadata.src_node_id != asked.metadata.dst_node_id:
                 raise ValueError("it says it comes from another node")
             self._check(reply, asked, stage)
@@ -112,7 +224,7 @@ class Stages:
         return None
 
     def _check(self, reply: Envelope, asked: Envelope, stage: object) -> None:
-        """Raises if the workflow could not use it."""
+        """Raise if the workflow could not use the reply."""
         told, node = _configs(reply), asked.metadata.dst_node_id
         if stage == Stage.SETUP:
             for key in (Key.PUBLIC_KEY_1, Key.PUBLIC_KEY_2):
@@ -129,7 +241,7 @@ class Stages:
                 self.shares.setdefault(owner, {})[node] = share
         elif told.get(UNREADABLE):
             if not set(told[UNREADABLE]) <= self.clients.keys() - {node}:
-                raise ValueError("it complains of nodes that are not there")
+                raise ValueError("it complains of nodes that do not take part")
         else:
             self._check_masked(reply, told[Key.MASKED_PARAMETERS])
 
@@ -142,7 +254,8 @@ class Stages:
             raise ValueError(f"a weight of {weight!r}")
 
     def blame(self) -> bool:
-        """After the last stage failed: whose shares do not fit together. False if nobody's."""
+        """After the last stage failed: leave out clients whose shares do not fit together. False if
+        there are none."""
         for owner, shares in self.shares.items():
             fitting = _fitting(shares, self.threshold)
             bad = shares.keys() - fitting if 2 * len(fitting) > len(shares) else {owner}
@@ -159,7 +272,7 @@ def _configs(message: Envelope) -> Any:
 
 
 def _check_lists(told: Any, keys: tuple[str, str], nodes: Set[int]) -> None:
-    """One string of bytes for each of these nodes."""
+    """Raise unless there is one string of bytes for each of these nodes."""
     whose, given = (told[key] for key in keys)
     if sorted(whose) != sorted(nodes) or len(given) != len(whose):
         raise ValueError(f"{keys[0]} names other nodes")
@@ -168,7 +281,7 @@ def _check_lists(told: Any, keys: tuple[str, str], nodes: Set[int]) -> None:
 
 
 def _with_keys_of_others(kept: dict[int, Envelope]) -> set[int]:
-    """Flower's nodes refuse to go on if two keys are equal; honest ones draw theirs."""
+    """Clients whose keys are not unique: Flower's nodes refuse to continue with equal keys."""
     keys = {c: [_configs(r)[k] for k in (Key.PUBLIC_KEY_1, Key.PUBLIC_KEY_2)]
             for c, r in kept.items()}  # fmt: skip
     often = Counter(key for pair in keys.values() for key in pair)
@@ -176,8 +289,8 @@ def _with_keys_of_others(kept: dict[int, Envelope]) -> set[int]:
 
 
 def _blamed(complaints: dict[int, list[int]], answers: int) -> set[int]:
-    """Who has sent shares that cannot be read: those of whom most of the others complain. Where it
-    is one's word against another's, both are left out."""
+    """Clients to leave out for unreadable shares: those of whom at least half complain. Of two
+    clients of which only one complains about the other, both are left out."""
     votes = Counter(accused for names in complaints.values() for accused in set(names))
     most = {client for client, n in votes.items() if 2 * n >= answers}
     disputes = ([n for n in names if n not in most] for names in complaints.values())
@@ -186,7 +299,7 @@ def _blamed(complaints: dict[int, list[int]], answers: int) -> set[int]:
 
 
 def _fitting(shares: dict[int, bytes], threshold: int) -> set[int]:
-    """The largest set of nodes whose shares give one secret, as far as 100 tries can tell."""
+    """The largest set of nodes whose shares give the same secret, among 100 combinations."""
     best: set[int] = set()
     for few in islice(combinations(sorted(shares), threshold), 100):
         secret = _combined([shares[n] for n in few])

@@ -9,11 +9,11 @@ import numpy as np
 
 from fairvar.metrics import mean_and_variance
 from fairvar.report import figures
-from fairvar.report.beside import late_differences
-from fairvar.report.front import Point, front
-from fairvar.report.results import Result, noise_floor
+from fairvar.report.compare import late_differences
+from fairvar.report.pareto import Point, front
+from fairvar.report.result_tables import noise_floor
 from fairvar.report.table import mean_and_standard_error
-from fairvar.report.trial import Trial
+from fairvar.runs.trials import Result, Trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

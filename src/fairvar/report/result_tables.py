@@ -1,100 +1,22 @@
-"""From trained runs to what a reader sees: choose on validation, report on test."""
+"""Tables of the chosen configurations: of one federation, of several, and of single clients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import csv
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
 
-from fairvar.errors import BadInput
-from fairvar.metrics import Fairness, mean_and_variance, variance_in_units
-from fairvar.report.paired import pair
+from fairvar.metrics import Fairness, variance_in_units
+from fairvar.metrics.paired import pair
 from fairvar.report.paper import Printed
+from fairvar.report.render import render
 from fairvar.report.table import DIVERGED, UNDEFINED, Cell, Column, Estimate, Row, Table, over_seeds
-from fairvar.report.trial import Trial
-from fairvar.runs.select import Choice, Criterion, best
-
-
-@dataclass(frozen=True)
-class Result:
-    """The chosen trial of one method. `at` is None if all its configurations diverged."""
-
-    trial: Trial
-    at: int | None
-    configurations: int
-
-    @property
-    def label(self) -> str:
-        return self.trial.label
-
-    def seed_accuracy(self, model: str) -> Float64[np.ndarray, "seeds n"]:
-        """Test accuracy by (seed, client) at the chosen round."""
-        return np.stack([h.accuracy["test", model][self.at].numpy() for h in self.trial.histories])
-
-    def window(
-        self, model: str
-    ) -> tuple[Float64[np.ndarray, " seeds"], Float64[np.ndarray, " seeds"]]:
-        """Test mean and variance over clients, averaged over the evaluated rounds that lie within
-        an eighth of the run from the chosen one."""
-        rounds = np.array(self.trial.summary.rounds)
-        assert self.at is not None
-        near = np.abs(rounds - rounds[self.at]) <= rounds[-1] / 8
-        tables = np.stack([h.accuracy["test", model].numpy() for h in self.trial.histories])
-        means, variances = mean_and_variance(tables)
-        return means[:, near].mean(1), variances[:, near].mean(1)
-
-    def late(self, model: str) -> Float64[np.ndarray, "rounds seeds n"]:
-        """Test accuracy in the last quarter of the rounds: the same rounds for every method."""
-        tables = [h.accuracy["test", model].numpy() for h in self.trial.histories]
-        return np.stack(tables, axis=1)[late_rounds(np.array(self.trial.summary.rounds))]
-
-    def samples(self) -> Int64[np.ndarray, " n"]:
-        return self.trial.histories[0].samples["test"].numpy()
-
-
-def late_rounds(evaluated: Int64[np.ndarray, " rounds"]) -> Bool[np.ndarray, " rounds"]:
-    """Those in the last quarter of the run."""
-    return evaluated > 0.75 * evaluated[-1]
-
-
-def choose(trials: Iterable[Trial], criterion: Criterion) -> list[Result]:
-    """The best configuration of each method on validation data, in the order of the trials.
-
-    Without validation data there is nothing to choose by: each method may have one configuration,
-    and its last round counts."""
-    groups: dict[str, list[Trial]] = {}
-    for trial in trials:
-        groups.setdefault(trial.label, []).append(trial)
-    blind = not validated([t for group in groups.values() for t in group], criterion.model)
-    results = []
-    for label, group in groups.items():
-        if blind:
-            results.append(_only(label, group))
-            continue
-        choice: Choice = best([t.validation(criterion.model) for t in group], criterion)
-        failed = choice.score == float("-inf")
-        results.append(Result(group[choice.number], None if failed else choice.at, len(group)))
-    return results
-
-
-def validated(trials: Sequence[Trial], model: str) -> bool:
-    """Whether there are validation data to choose by (of trials that all diverged: nobody asks)."""
-    return all(trial.validated(model) for trial in trials if not trial.diverged)
-
-
-def _only(label: str, group: Sequence[Trial]) -> Result:
-    """After the last round: what is left where nothing was validated."""
-    if len(group) > 1:
-        raise BadInput(
-            f"no validation data to choose among the {len(group)} configurations of {label}: run "
-            'with a validation part in data.split and evaluate.splits = ["valid", "test"], or one '
-            "configuration of each method"
-        )
-    (trial,) = group
-    return Result(trial, None if trial.diverged else len(trial.summary.rounds) - 1, 1)
+from fairvar.runs.results import Group
+from fairvar.runs.trials import Result
 
 
 def result_columns(primary: str, validation: bool = True) -> tuple[Column, ...]:
@@ -236,3 +158,125 @@ def noise_floor(results: Sequence[Result], model: str = "global") -> float:
     """Mean noise floor of the variance over the chosen configurations, fraction²."""
     floors = [f.noise_floor for r in results if r.at is not None for f in r.trial.test(model, r.at)]
     return float(np.mean(floors)) if floors else float("nan")
+
+
+# --- several federations -------------------------------------------------------------------------
+SHOWN = (("accuracy", "acc. %", 2), ("variance", "var. ×100", 3), ("corrected", "corr.", 3))
+FORMULAS = {"accuracy": "mean", "variance": "variance_over_clients",
+            "corrected": "corrected_variance"}  # fmt: skip
+MEANING = {
+    "accuracy": "mean over clients on test data ± standard error over seeds",
+    "variance": "sample variance over clients, fraction² × 100",
+    "corrected": "the variance less what finite test sets add by chance",
+}
+WHICH = {"global": "the global model", "local": "each client's own model after its local work"}
+
+Numbered = Sequence[tuple[Group, Table]]  # groups with the tables that were made of them
+
+
+def overviews(groups: Numbered) -> list[Table]:
+    """A table for every data set, protocol and model that has several federations."""
+    kinds: dict[tuple[str, ...], list[tuple[Group, Table]]] = {}
+    for group, table in groups:
+        kind = (group.dataset, *group.kind, group.criterion.model)
+        kinds.setdefault(kind, []).append((group, table))
+    return [_overview(members) for members in kinds.values() if len(members) > 1]
+
+
+def _overview(members: Numbered) -> Table:
+    first = members[0][0]
+    columns: list[Column] = []
+    cells: dict[str, dict[str, Cell]] = {}
+    alphas = [group.alpha for group, _ in members]
+    for place, (group, table) in enumerate(members):
+        told = group.alpha is not None and alphas.count(group.alpha) == 1
+        name = f"α {group.alpha:g}" if told else f"federation {place + 1}"
+        for key, header, digits in SHOWN:
+            column = Column(f"{key}-{place}", f"{name}: {header}", digits, metric=FORMULAS[key])
+            columns.append(column)
+            for row in table.rows:
+                cells.setdefault(row.label, {})[f"{key}-{place}"] = row.cells.get(key)
+    runs = sum(len(group.births) for group, _ in members)
+    return Table(
+        f"{first.dataset}, {'deployed, ' * ('deployed' in first.kind)}protocol "
+        f"{first.config.protocol}: {WHICH[first.criterion.model]}",
+        columns,
+        [Row(label, found) for label, found in cells.items()],
+        [*(f"{header}: {MEANING[key]}" for key, header, _ in SHOWN),
+         f"{runs} runs. Bold: ahead of every other method by more than the paired 95 % interval."],
+    )  # fmt: skip
+
+
+def overview_files(groups: Numbered) -> dict[str, str]:
+    """`table.md` and `table.tex` as a paper has them, `table.csv` with every number of every
+    federation, one method a line."""
+    found = overviews(groups)
+    if not found:
+        return {}
+    return {
+        "table.md": "\n".join(render(table, "markdown") for table in found),
+        "table.tex": "\n".join(render(table, "latex") for table in found),
+        "table.csv": _long(groups),
+    }
+
+
+def _long(groups: Numbered) -> str:
+    names = list(dict.fromkeys(column.key for _, table in groups for column in table.columns))
+    lines: list[str] = []
+    for group, table in groups:
+        known = {column.key: column for column in table.columns}
+        same = Table(table.title, [known.get(n, Column(n, n)) for n in names], table.rows)
+        head, *rows = render(same, "csv").splitlines()
+        about = _about(group)
+        if not lines:
+            lines.append(f"{','.join(about)},{head}")
+        lines += [f"{','.join(about.values())},{row}" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _about(group: Group) -> Mapping[str, str]:
+    return {
+        "dataset": group.dataset,
+        "protocol": group.config.protocol,
+        "model": group.criterion.model,
+        "alpha": "" if group.alpha is None else f"{group.alpha:g}",
+    }
+
+
+# --- single clients ------------------------------------------------------------------------------
+HEAD = ("dataset", "protocol", "alpha", "method", "chosen", "seed", "client", "test_samples",
+        "right_global", "right_local")  # fmt: skip
+
+
+def clients_csv(groups: Sequence[Group]) -> str:
+    """Right answers as counts: exact, and short."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(HEAD)
+    for group in groups:
+        writer.writerows(_rows(group))
+    return out.getvalue()
+
+
+def _rows(group: Group) -> Iterator[tuple[object, ...]]:
+    alpha = "" if group.alpha is None else f"{group.alpha:g}"
+    for result in group.results:
+        if result.at is None:
+            continue
+        about = (group.dataset, group.config.protocol, alpha, result.label)
+        chosen, samples = result.trial.describe(result.at), result.samples()
+        for seed, history in zip(result.trial.seeds, result.trial.histories, strict=True):
+            nothing = np.full(len(samples), np.nan)  # of a model that was not measured
+            tables = [
+                history.accuracy["test", model][result.at].numpy()
+                if ("test", model) in history.accuracy else nothing
+                for model in ("global", "local")
+            ]  # fmt: skip
+            for client, count in enumerate(samples.tolist()):
+                right = (_count(table[client], count) for table in tables)
+                yield (*about, chosen, seed, client, count, *right)
+
+
+def _count(accuracy: float, samples: int) -> int | str:
+    """Empty for a client that has no test samples, or was not there."""
+    return "" if accuracy != accuracy else round(float(accuracy) * samples)
