@@ -38,11 +38,6 @@ def stream(seed: int, *names: str | int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key(seed, *names)))
 
 
-def torch_stream(seed: int, *names: str | int) -> torch.Generator:
-    """The same for torch (on the CPU, so that a GPU run starts from the same numbers)."""
-    return torch.Generator().manual_seed(key(seed, *names) >> 1)
-
-
 def _shift_right(value: Tensor, bits: int) -> Tensor:
     return (value >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts arithmetically; we need logic
 

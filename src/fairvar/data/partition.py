@@ -7,8 +7,9 @@ minimum never ends for 1,000 MNIST images over 50 clients at alpha ≤ 0.1.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float, Int64, Integer, Shaped
@@ -274,3 +275,42 @@ def _by_client(owner: Int64[np.ndarray, " N"], clients: int) -> list[np.ndarray]
     """The samples of each client, ascending."""
     sizes = np.bincount(owner, minlength=clients)
     return np.split(np.argsort(owner, kind="stable"), np.cumsum(sizes)[:-1])
+
+
+def statistics_of(labels: Integer[np.ndarray, " N"], assignment: Assignment) -> dict[str, Any]:
+    """Its checksum and how uneven it is, as JSON-able facts.
+
+    `mean_total_variation`: distance of a client's label law from the pooled one (0: alike).
+    `effective_classes`: 1 / Σ share². `majority_share`: the accuracy of always answering the
+    client's most frequent class. All three are means over clients.
+    """
+    count = _label_counts(labels, assignment)
+    share = count / count.sum(1, keepdims=True)
+    pooled = count.sum(0) / count.sum()
+    return {
+        "sha256": assignment_sha256(assignment),
+        "clients": len(assignment.indices),
+        "sizes": [len(rows) for rows in assignment.indices],
+        "classes_by_client": (count > 0).sum(1).tolist(),
+        "mean_total_variation": float(0.5 * np.abs(share - pooled).sum(1).mean()),
+        "effective_classes": float((1 / (share**2).sum(1)).mean()),
+        "majority_share": float(share.max(1).mean()),
+        "attempts": assignment.attempts,
+        "moved": assignment.moved,
+    }
+
+
+def assignment_sha256(assignment: Assignment) -> str:
+    """Of clients, sizes and indices as little-endian int64, so that boundaries count too."""
+    digest = hashlib.sha256()
+    sizes = [len(rows) for rows in assignment.indices]
+    for part in ([len(sizes)], sizes, *assignment.indices):
+        digest.update(np.asarray(part, dtype="<i8").tobytes())
+    return digest.hexdigest()
+
+
+def _label_counts(
+    labels: Integer[np.ndarray, " N"], assignment: Assignment
+) -> Integer[np.ndarray, "n labels"]:
+    names, code = np.unique(labels, return_inverse=True)
+    return np.stack([np.bincount(code[rows], minlength=len(names)) for rows in assignment.indices])

@@ -106,7 +106,7 @@ def _federation(data: Any, partition: Any, sha256: str | None) -> Federation:
         samples=data.samples,
         root=data.root,
     )
-    if found.passport.get("dataset_sha256") != sha256:
+    if found.provenance.get("dataset_sha256") != sha256:
         raise RunFailed(f"the files of {data.name} were changed meanwhile; start the command again")
     return found
 
@@ -265,7 +265,7 @@ def run_files(
         "state.safetensors": pack_state(history.state),
     }
     if passport is None:
-        passport = federation_of(config).passport
+        passport = federation_of(config).provenance
     facts = _facts(config, history, passport)
     facts[RECORD] = msgspec.to_builtins(identity or identity_of(config))
     if group:
@@ -292,9 +292,9 @@ def holds_run(files: Mapping[str, bytes], identity: Identity) -> bool:
 def record_federation(out: Path, federation: Federation) -> None:
     """Store the class counts of a partition once, so that reports can draw it without the data."""
     folder = no_link(out / "federations")
-    path = folder / f"{federation.passport.get('sha256', 'unknown')[:16]}.json"
+    path = folder / f"{federation.provenance.get('sha256', 'unknown')[:16]}.json"
     if federation.classes is not None and not path.exists():
-        facts = {"class_counts": class_counts(federation).tolist(), **federation.passport}
+        facts = {"class_counts": class_counts(federation).tolist(), **federation.provenance}
         write_bytes(path, seal(facts))
 
 
