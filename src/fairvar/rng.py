@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
-import torch
 from jaxtyping import Int64
 from torch import Tensor
 
