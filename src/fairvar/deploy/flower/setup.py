@@ -34,7 +34,7 @@ from fairvar.deploy.flower.secure import SECURE, SecureSettings, check_carries
 from fairvar.deploy.robust import check_average
 from fairvar.deploy.run import Agreement
 from fairvar.deploy.settings import OFF, FederationSettings
-from fairvar.engine.participation import Participation
+from fairvar.engine.batches import Participation
 from fairvar.errors import BadInput
 from fairvar.runs.config import Config, assign, merge_overrides, refuse_unknown
 from fairvar.runs.runner import federation_of, initial_model
