@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from fairvar.cli import main
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.report.write import write_report
+from fairvar.report.files import write_report
 from fairvar.runs.archive import ARCHIVE, LIST, extract, unpacked, write_list
 from fairvar.runs.batch import run_cell
 from fairvar.runs.condense import condense

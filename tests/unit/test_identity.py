@@ -24,8 +24,8 @@ from fairvar import cli
 from fairvar.data import cache, dataset_sha256, sources
 from fairvar.errors import BadInput, FairvarError, IntegrityError
 from fairvar.methods import METHODS, FedAvg, Method, register
+from fairvar.report.files import group_names, group_table
 from fairvar.report.result_tables import overviews
-from fairvar.report.write import group_names, group_table
 from fairvar.runs import identity
 from fairvar.runs.batch import run_cell
 from fairvar.runs.condense import condense

@@ -80,7 +80,7 @@ def federation_of(config: Config) -> Federation:
 @lru_cache(maxsize=4)
 def _federation(data: Any, partition: Any, sha256: str | None) -> Federation:
     found = load_federation(partition=partition, **msgspec.structs.asdict(data))
-    if found.passport.get("dataset_sha256") != sha256:
+    if found.provenance.get("dataset_sha256") != sha256:
         raise RunFailed(f"the files of {data.name} were changed meanwhile; start the command again")
     return found
 
@@ -250,7 +250,7 @@ def run_files(
         "starts_from": config.model.weights_sha256 or "scratch",
         "rounds": history.rounds,
         "diverged_at": history.diverged_at,
-        "passport": dict(federation_of(config).passport if passport is None else passport),
+        "passport": dict(federation_of(config).provenance if passport is None else passport),
         "exchanges_per_client": history.exchanges,
         "bytes_down_per_client": history.bytes_down,
         "bytes_up_per_client": history.bytes_up,
@@ -280,9 +280,9 @@ def holds_run(files: Mapping[str, bytes], identity: Identity) -> bool:
 def record_federation(out: Path, federation: Federation) -> None:
     """Store the class counts of a partition once, so that reports can draw it without the data."""
     folder = store.no_link(out / "federations")
-    path = folder / f"{federation.passport.get('sha256', 'unknown')[:16]}.json"
+    path = folder / f"{federation.provenance.get('sha256', 'unknown')[:16]}.json"
     if federation.classes is not None and not path.exists():
-        facts = {"class_counts": class_counts(federation).tolist(), **federation.passport}
+        facts = {"class_counts": class_counts(federation).tolist(), **federation.provenance}
         write_bytes(path, store.seal(facts))
 
 

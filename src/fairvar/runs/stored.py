@@ -79,8 +79,9 @@ class StoredRun:
         except IntegrityError as error:
             raise IntegrityError(f"the manifest of {self.folder}: {error}") from None
 
-    def history(self) -> History:
-        state = self.state()
+    def history(self, with_state: bool = True) -> History:
+        """`with_state` False: with an empty state, so that the final model is not read."""
+        state = self.state() if with_state else no_state(int(self.manifest["rounds"]))
         found = self._read(
             "history.safetensors",
             lambda content: unpack_history(content, state, self.config.method, self.manifest),

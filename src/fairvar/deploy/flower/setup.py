@@ -34,7 +34,7 @@ from fairvar.deploy.robust import check_average
 from fairvar.deploy.run import Agreement
 from fairvar.deploy.settings import OFF, FederationSettings
 from fairvar.deploy.summed import is_additive
-from fairvar.engine.participation import Participation
+from fairvar.engine.batches import Participation
 from fairvar.errors import BadInput
 from fairvar.methods.base import Method
 from fairvar.runs.config import Config, assign, merge_overrides, refuse_unknown
