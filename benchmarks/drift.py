@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from fairvar.engine.history import History
 from fairvar.engine.train import run_rounds
-from fairvar.report.gather import stored_runs
+from fairvar.runs.results import stored_runs
 from fairvar.runs.runner import federation_of, model_of
 from fairvar.runs.stored import StoredRun
 

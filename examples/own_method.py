@@ -1,7 +1,7 @@
 """A method of your own in one file: TERM, tilted empirical risk minimisation (Li et al. 2021).
 
-Run it with `python examples/own_method.py`: it trains on the embedded digits, beside FedAvg, and
-then runs the contract that fairvar's own methods keep. Takes a few seconds.
+Run it with `python examples/own_method.py`: it trains TERM and FedAvg on the embedded digits, and
+then runs the contract that fairvar's own methods keep. It takes a few seconds.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import fairvar as fv
+from fairvar.methods import Memory, Method, NonNegative, Replies, register
 from fairvar.testing import check_method
-from fairvar.validation import NonNegative
 
 
-@fv.register
-class TERM(fv.Method, frozen=True, tag="term"):
+@register
+class TERM(Method, frozen=True, tag="term"):
     """w_i ∝ exp(τ f_i(x)): the larger the tilt τ, the more the worst clients count."""
 
     sends: ClassVar[tuple[str, ...]] = ("model update", "loss")
@@ -26,7 +26,7 @@ class TERM(fv.Method, frozen=True, tag="term"):
 
     tau: NonNegative = 1.0
 
-    def weigh(self, memory: dict[str, Tensor], replies) -> tuple[Tensor, dict[str, Tensor]]:
+    def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
         return torch.softmax(self.tau * replies.loss + replies.share.log(), 0), memory
 
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 HEAD = """\
 # Made by tools/lock.py from constraints.txt: CPython 3.11, Linux x86-64, torch's CPU build.
 #   pip install --require-hashes --only-binary :all: -r requirements.lock
-#   pip install --no-deps --no-build-isolation -e .
+#   pip install --no-deps --no-build-isolation .
 """
 
 

@@ -133,8 +133,8 @@ def _stored(folder: Path) -> list[Any]:
     """A reader of every kind of file, each limited in time."""
     import damage
 
-    from fairvar.report.gather import gather
-    from fairvar.runs.archive import condense
+    from fairvar.runs.condense import condense
+    from fairvar.runs.results import gather
 
     runs = _runs(folder)
     condense(gather(runs), folder / "condensed")

@@ -17,7 +17,7 @@ from flwr.serverapp import Grid, ServerApp
 from fairvar.data.federation import Federation
 from fairvar.deploy.client import Client
 from fairvar.deploy.flower.client import app_of
-from fairvar.deploy.flower.grid import GridTransport
+from fairvar.deploy.flower.transport import GridTransport
 from fairvar.deploy.local import only
 from fairvar.deploy.notes import Notes
 from fairvar.deploy.server import Server

@@ -1,4 +1,4 @@
-"""What can go wrong, as a small family. Every message is one line that tells the way out."""
+"""All errors of fairvar. Every message is one line that says what to do."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ import traceback
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-LONGEST = 80  # characters of a value that a message repeats
+LONGEST = 80  # characters of a value in a message
 PLUGIN = "fairvar_plugin_"  # how names of modules from --plugin begin
 _NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory", "bad allocation")
-# What moves the cursor, changes colours or the direction of reading, or cannot be encoded.
+# Characters that move the cursor, change colours or the reading direction, or cannot be encoded.
 _CONTROL = re.compile(
     "[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )
 
 
 class FairvarError(Exception):
-    """Base of all errors that fairvar raises on purpose; `exit_code` is the command line's."""
+    """Base of all errors that fairvar raises on purpose; `exit_code` is the command line's.
+
+    A message may contain names from files and texts of other libraries, so it is made one
+    printable line here.
+    """
 
     exit_code = 3
 
+    def __init__(self, message: object = "") -> None:
+        super().__init__(one_line(str(message)))
+
 
 class BadInput(FairvarError, ValueError):
-    """The caller gave something that cannot work; nothing was computed and nothing written."""
+    """Input that cannot work; nothing was computed and nothing written."""
 
     exit_code = 2
 
@@ -36,13 +43,13 @@ class RunFailed(FairvarError):
 
 
 class IntegrityError(FairvarError):
-    """A file is not what was written: wrong checksum, missing part, unknown format."""
+    """A file was changed or damaged: wrong checksum, missing part, unknown format."""
 
     exit_code = 4
 
 
 class InternalError(FairvarError):
-    """Something that fairvar did not foresee: a defect of fairvar."""
+    """A defect of fairvar."""
 
     exit_code = 1
 
@@ -63,7 +70,7 @@ def unknown(kind: str, name: object, known: Iterable[str]) -> BadInput:
 
 
 def shown(value: object) -> str:
-    """A value as messages repeat it: short, whatever it is."""
+    """A value as text of bounded length, for messages."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits, deep nesting
@@ -72,18 +79,18 @@ def shown(value: object) -> str:
 
 
 def plain(text: str) -> str:
-    """Control characters as escapes: a name from a file must not command the terminal."""
+    """Control characters as escapes: a name from a file must not control the terminal."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str) -> str:
-    """A message of any origin as one printable line; of a very long one, beginning and end."""
+    """A message as one printable line; of a very long one, the beginning and the end."""
     line = plain(" ".join(text.split()))
     return line if len(line) <= 1200 else f"{line[:800]} … {line[-300:]}"
 
 
 def explained(error: BaseException) -> FairvarError:
-    """The error to tell a user for whatever ended a computation."""
+    """The error to show to a user for any exception that ended a computation."""
     if os.environ.get("FAIRVAR_TRACEBACK"):
         traceback.print_exception(error)
     if isinstance(error, FairvarError):
@@ -109,8 +116,8 @@ def explained(error: BaseException) -> FairvarError:
 
 
 def _place(error: BaseException) -> tuple[str, bool]:
-    """Where an error comes from, and whether that is a plugin: the innermost line of one, or else
-    of fairvar."""
+    """Where an error comes from, and whether that is a plugin: the innermost line of a plugin, or
+    otherwise of fairvar."""
     found, in_plugin = "another library", False
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = str(frame.f_globals.get("__name__"))

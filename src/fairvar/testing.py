@@ -1,11 +1,11 @@
-"""The contract that every method keeps, as checks that anyone can run on a method of their own.
+"""The contract of all methods, as checks that you can run on a method of your own.
 
     from fairvar.testing import check_method
     check_method(TERM(tau=0.5), TERM(tau=5.0))
 
-A clause is a function of one method that raises `AssertionError`. The engines rely on all of them:
-a method that keeps the contract gives the same model in the reference loop, the vectorised engine
-and a deployment, and can be stopped, continued, saved in a configuration file and compared.
+A clause is a function of one method that raises `AssertionError`. The engines rely on all clauses:
+a method that keeps them gives the same model in the reference loop, the fast kernels and a
+deployment, and can be resumed, written to a configuration file and compared.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ LOCAL_WORK: tuple[dict[str, Any], ...] = (
 
 
 def check_method(*examples: Method) -> list[str]:
-    """Run all clauses on each example; one `AssertionError` lists everything that is broken.
+    """Run all clauses on each example; one `AssertionError` lists all failures.
 
-    Give several examples: one for each option that changes what the method does. Returns the names
-    of the clauses that ran.
+    Give one example for each option that changes what the method computes. Returns the names of
+    the clauses.
     """
     if not examples:
         raise BadInput("check_method needs an instance, such as check_method(FedAvg())")
@@ -66,7 +66,7 @@ def check_method(*examples: Method) -> list[str]:
 
 
 def clause(function: Clause) -> Clause:
-    """Enter a check into the contract under its own name."""
+    """Add a check to the contract."""
     CLAUSES[function.__name__] = function
     return function
 
@@ -74,7 +74,7 @@ def clause(function: Clause) -> Clause:
 # -- a method is a value ---------------------------------------------------------------------------
 @clause
 def frozen_and_hashable(method: Method) -> None:
-    """Methods are keys of tables and parts of fingerprints."""
+    """Methods are dictionary keys and parts of fingerprints."""
     copy = msgspec.structs.replace(method)
     _demand(copy == method and hash(copy) == hash(method), "an equal copy must have an equal hash")
     for name in method.__struct_fields__:
@@ -98,8 +98,8 @@ def survives_a_configuration_file(method: Method) -> None:
 @clause
 def tells_people_what_it_is(method: Method) -> None:
     _demand(bool(method.label.strip()), "label is empty")
-    told = isinstance(method.reveals, tuple) and method.reveals and all(method.reveals)
-    _demand(bool(told), "reveals must say what leaves a client, as a tuple of words")
+    words = isinstance(method.reveals, tuple) and method.reveals and all(method.reveals)
+    _demand(bool(words), "reveals must say what leaves a client, as a tuple of words")
     knob = method.fairness_knob
     _demand(knob is None or hasattr(method, knob), f"fairness_knob = {knob!r} is not a field")
 
@@ -149,7 +149,7 @@ def pure(method: Method) -> None:
 
 @clause
 def coefficients_are_elementwise(method: Method) -> None:
-    """Engines ask for all clients at once or for one; a client knows its own loss only."""
+    """They are computed for all clients at once or for one; a client has its own loss only."""
     for given in _losses():
         a = given.mean() / 2
         alone = torch.stack([_pair(method, f, a) for f in given], 1)
@@ -201,7 +201,7 @@ def equal_clients_weigh_the_same(method: Method) -> None:
 
 @clause
 def weights_follow_ids(method: Method) -> None:
-    """Replies arrive in any order; what the server remembers belongs to the id, not the place."""
+    """Replies arrive in any order; the server's memory belongs to the id, not the position."""
     for given in _losses():
         straight = shuffled = method.initial_memory(len(given))
         for t in range(ROUNDS):
@@ -240,7 +240,7 @@ def permuting_clients_permutes_results(method: Method) -> None:
 
 @clause
 def identical_clients_step_along_fedavg(method: Method) -> None:
-    """Between identical clients, or for one alone, there is no unfairness to repair.
+    """With identical clients, or a single one, there is no unfairness to correct.
 
     One round with a and g of this very model: the step may be longer or shorter than FedAvg's
     (q-FFL estimates a Lipschitz constant), but it has the same direction.
@@ -270,7 +270,7 @@ def identical_clients_step_along_fedavg(method: Method) -> None:
 
 @clause
 def deterministic(method: Method) -> None:
-    """The same call gives the same bytes, and the caller's random numbers are left alone."""
+    """The same call gives the same bytes, and torch's global generator is not used."""
     work, before = _work(method)[-1], torch.get_rng_state()
     _same_bytes(_run(method, **work), _run(method, **work), "two equal runs differ")
     _demand(torch.equal(before, torch.get_rng_state()), "it draws from torch's own generator")
@@ -278,7 +278,7 @@ def deterministic(method: Method) -> None:
 
 @clause
 def chunks_do_not_matter(method: Method) -> None:
-    """How many clients are computed together is a matter of memory, not of results."""
+    """The number of clients in a chunk must not change the result."""
     data, work = federation(17), _work(method)[-1]
     whole, cut = (_run(method, data, engine="vmapped", chunk=c, **work) for c in (17, 1))
     _same_bytes(cut, whole, "the size of the chunks changes the result")
@@ -286,7 +286,7 @@ def chunks_do_not_matter(method: Method) -> None:
 
 @clause
 def can_be_continued(method: Method) -> None:
-    """A run that stops after a round and goes on from its state is the run that never stopped."""
+    """A run that is resumed after a round equals one that was not interrupted."""
     whole, part = _run(method), _run(method, rounds=1)
     rest = _run(method, state=part.state)
     _demand(_equal(rest.state.params, whole.state.params), "a continued run ends elsewhere")
@@ -294,13 +294,13 @@ def can_be_continued(method: Method) -> None:
     _demand(torch.equal(rest.loss, whole.loss[1:]), "a continued run sees other losses")
 
 
-# -- the small world that the clauses run in -------------------------------------------------------
+# -- the federation of the clauses -----------------------------------------------------------------
 CLASSES = 3
 
 
 @cache
 def federation(clients: int = 10) -> Federation:
-    """Unlike clients with 4 to 12 training samples each, in float64."""
+    """Heterogeneous clients with 4 to 12 training samples each, in float64."""
     return logistic(clients, dim=4, samples=8, heterogeneity=2.0, seed=1, classes=CLASSES)
 
 

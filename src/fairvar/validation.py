@@ -1,7 +1,7 @@
-"""`Checked`: a frozen struct whose fields are checked whenever one is made, from code or from TOML.
+"""`Checked`: a frozen struct whose fields are checked when it is created, in Python or from TOML.
 
-msgspec checks types and bounds only when it converts; a struct built in Python would skip them. So
-`FairLoss(strength=-1)` and `strength = -1` in a configuration file end in the same one-line error.
+msgspec checks types and bounds only when it converts; a struct created in Python would skip them.
+So `FairLoss(strength=-1)` and `strength = -1` in a configuration file give the same error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from fairvar.errors import BadInput, plain, shown, suggestion
 
-# inf passes "greater than zero", so every number has an upper bound too.
+# Infinity is greater than zero, so every number has an upper bound too.
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 NonNegative = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -25,7 +25,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000_000)]
 class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of methods, partitions and configuration sections."""
 
-    __where__: ClassVar[str | None] = None  # how errors name the struct; its class name otherwise
+    __where__: ClassVar[str | None] = None  # the name in errors; by default the class name
 
     def __post_init__(self) -> None:
         for name, kind in _field_types(type(self)):
@@ -52,7 +52,7 @@ WORDS = {"int": "a whole number", "float": "a number", "str": "text", "bool": "t
 
 
 def reason(error: msgspec.ValidationError, kind: Any) -> str:
-    """msgspec's sentence in words a reader of the manual would use; `kind`: of the field."""
+    """msgspec's message in the words of the documentation; `kind` is the type of the field."""
     text = str(error).split(" - at ")[0]
     if text.startswith("Invalid enum value"):
         return suggestion(text.split(maxsplit=3)[-1].strip("'"), map(str, literals(kind)))
@@ -65,14 +65,14 @@ def reason(error: msgspec.ValidationError, kind: Any) -> str:
 
 
 def literals(kind: Any) -> list[Any]:
-    """The values that a field with a fixed list of them can have, wherever they stand in it."""
+    """All literal values within a type."""
     if get_origin(kind) is Literal:
         return list(get_args(kind))
     return [value for inner in get_args(kind) for value in literals(inner)]
 
 
 def check_component(where: str, name: str) -> None:
-    """Refuse a name that is not one part of a path: it becomes a folder."""
+    """Refuse a name that is not one part of a path."""
     if not name or name in (".", "..") or len(name.encode(errors="replace")) > 100:
         raise BadInput(f"{where} = {shown(name)}: must be a name of 1 to 100 characters")
     if any(c in name for c in "/\\:") or plain(name) != name:

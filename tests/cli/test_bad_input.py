@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from commands import call
 from fairvar import METHODS, cli
 from fairvar.errors import plain
 
@@ -162,16 +163,6 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def tree(folder: Path) -> list[tuple[str, int]]:
     return sorted((str(p), p.stat().st_size if p.is_file() else -1) for p in folder.rglob("*"))
-
-
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    try:
-        cli.main(list(arguments))
-        code = 0
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    seen = capsys.readouterr()
-    return code, seen.out, seen.err
 
 
 @pytest.mark.parametrize("json_too", [False, True], ids=["", "json"])

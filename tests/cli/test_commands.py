@@ -9,22 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from fairvar import cli
-from fairvar.cli.demo import demo_plan
-from fairvar.runs.runner import Watch, run_cell
+from commands import call
+from fairvar.cli.common import example_file
+from fairvar.runs.batch import run_cell
+from fairvar.runs.plan import Plan
+from fairvar.runs.runner import Watch
 
 QUICK = str(Path(__file__).parents[2] / "configs" / "quick.toml")
-
-
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of one command, in this process."""
-    try:
-        cli.main(list(arguments))
-        code = 0
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    seen = capsys.readouterr()
-    return code, seen.out, seen.err
 
 
 BAD = {
@@ -157,7 +148,9 @@ def test_doctor(capsys):
 @pytest.mark.slow
 def test_demo_shows_all_eight_methods(capsys, tmp_path):
     """And the runs that it was asked for, not another seed of an earlier demo in the folder."""
-    run_cell(demo_plan(seeds=2, rounds=10).cells[-1], tmp_path / "runs", Watch())
+    with example_file("demo") as path:
+        plan = Plan.load(path, ["sweep.seeds=2", "train.rounds=10"])
+    run_cell(plan.cells[-1], tmp_path / "runs", Watch())
     code, out, _ = call(
         capsys, "demo", "--seeds", "1", "--rounds", "10", "--out", str(tmp_path), "--json"
     )

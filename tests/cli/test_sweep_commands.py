@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from commands import call
 from fairvar import cli
-from fairvar.report.gather import stored_runs
+from fairvar.runs.results import stored_runs
 
 PLAN = """
 name = "tiny"
@@ -30,17 +31,6 @@ seeds = 2
 sweep.seeds = 1
 """
 KINDS = {".md", ".tex", ".csv", ".txt", ".html", ".png", ".pdf"}
-
-
-def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of one command, in this process."""
-    try:
-        cli.main([str(a) for a in arguments])
-        code = 0
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    seen = capsys.readouterr()
-    return code, seen.out, seen.err
 
 
 @pytest.fixture(scope="module")

@@ -29,15 +29,15 @@ import torch
 from safetensors.torch import save
 
 from fairvar.data import sources
-from fairvar.data.idx import read_idx
+from fairvar.data.readers.idx import read_idx
 from fairvar.errors import BadInput, FairvarError, IntegrityError
 from fairvar.models.weights import read_tensors
-from fairvar.report.gather import gather
+from fairvar.report.files import group_table
 from fairvar.report.render import render
-from fairvar.report.show import run_table
-from fairvar.report.write import group_table
+from fairvar.report.terminal import run_table
 from fairvar.runs.archive import ARCHIVE, LIST, unpacked
 from fairvar.runs.config import Config
+from fairvar.runs.results import gather
 from fairvar.runs.serialize import unpack_checkpoint
 from fairvar.runs.store import MANIFEST, seal
 from fairvar.runs.stored import StoredRun, recorded_federation

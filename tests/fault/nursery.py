@@ -172,9 +172,9 @@ def catches(pid: int, number: int) -> bool:
 
 def _die_in_save(doomed: str, step: str) -> None:
     """Die at once, as in a power cut, inside one step of writing one file."""
-    from fairvar.runs import store
+    from fairvar.system import files
 
-    replace, fsync, sync_folder = os.replace, os.fsync, store._sync_folder
+    replace, fsync, sync_folder = os.replace, os.fsync, files._sync_folder
     writing = False
 
     def die(now: str) -> None:
@@ -220,35 +220,25 @@ def _die_in_save(doomed: str, step: str) -> None:
         die("folder")
         os.fsync = sync
 
-    store.open = Doomed  # type: ignore[attr-defined]
+    files.open = Doomed  # type: ignore[attr-defined]
     os.replace, os.fsync = put, sync  # type: ignore[assignment]
-    store._sync_folder = folder_sync
+    files._sync_folder = folder_sync
 
 
 def _log_computed(path: str) -> None:
     """Note every cell that was computed to its end, in a file that appends whole lines."""
-    from fairvar.runs import batch as groups
-    from fairvar.runs import runner as experiment
+    from fairvar.runs import batch
     from fairvar.runs.identity import identity_of
 
-    alone, together = experiment.compute, groups.compute_group
+    real = batch.compute
 
-    def note(configs: Sequence[Any]) -> None:
+    def compute(configs: Sequence[Any], *rest: Any) -> Any:
+        histories = real(configs, *rest)
         with Path(path).open("a") as file:
             file.writelines(f"{identity_of(c).name} {os.getpid()}\n" for c in configs)
-
-    def compute(config: Any, *rest: Any) -> Any:
-        history = alone(config, *rest)
-        note([config])
-        return history
-
-    def compute_group(configs: Any, *rest: Any) -> Any:
-        histories = together(configs, *rest)
-        note(configs)
         return histories
 
-    experiment.compute = groups.compute = compute
-    groups.compute_group = compute_group
+    batch.compute = compute
 
 
 def _child(arguments: Sequence[str], fault: Mapping[str, Any], words: Path) -> None:

@@ -10,10 +10,12 @@ from filelock import FileLock
 from nursery import Nursery, run_folders, sweep_bytes
 
 from fairvar.errors import BadInput
-from fairvar.report.gather import gather, stored_runs
-from fairvar.runs import runner as experiment
+from fairvar.runs import batch, store
+from fairvar.runs.batch import run_cell
+from fairvar.runs.identity import fingerprint
 from fairvar.runs.plan import Plan
-from fairvar.runs.runner import Watch, run_cell, run_folder
+from fairvar.runs.results import gather, stored_runs
+from fairvar.runs.runner import Watch, run_folder
 from fairvar.runs.stored import StoredRun
 
 
@@ -69,13 +71,13 @@ def test_a_run_that_another_holds_is_left_to_it(children, short, tmp_path):
 
 def test_a_run_finished_just_before_the_lock_is_not_repeated(short, monkeypatch):
     """Between looking and locking another process may have ended it: look again."""
-    answers = iter([False])
-    monkeypatch.setattr(experiment, "is_complete", lambda folder: next(answers, True))
-    monkeypatch.setattr(experiment, "compute", None)
+    answers = iter([False, False])
+    monkeypatch.setattr(store, "is_complete", lambda folder: next(answers, True))
+    monkeypatch.setattr(batch, "compute", None)
     cell = Plan.load(short / "plan.toml").cells[0]
     manifest = run_cell(cell, short / "out", Watch())
     assert manifest is not None
-    assert manifest["fingerprint"] == cell.fingerprint
+    assert manifest["fingerprint"] == fingerprint(cell)
 
 
 def test_the_lock_of_a_dead_process_is_no_lock(children, short, tmp_path):

@@ -20,9 +20,11 @@ from nursery import KEPT, run_bytes
 from safetensors.torch import load, save
 
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.report.gather import gather
+from fairvar.runs import runner
+from fairvar.runs.batch import run_cell
 from fairvar.runs.plan import Plan
-from fairvar.runs.runner import Interrupted, Watch, run_cell, run_folder
+from fairvar.runs.results import gather
+from fairvar.runs.runner import Interrupted, Watch, run_folder
 from fairvar.runs.store import (
     MANIFEST,
     SLOTS,
@@ -114,8 +116,9 @@ def test_a_damaged_run_stops_the_report_with_its_name(run: Path) -> None:
 
 
 @pytest.fixture
-def stopped(short: Path, tmp_path: Path) -> tuple[Any, Path]:
+def stopped(short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Path]:
     """A run that was interrupted after round 7, with checkpoints of rounds 6 and 7."""
+    monkeypatch.setattr(runner, "SECONDS_BETWEEN_CHECKPOINTS", 1e9)  # however slow the machine
     cell = Plan.load(short / "plan.toml").cells[1]
     asked = iter([False] * 6 + [True] * 2)
     with pytest.raises(Interrupted):

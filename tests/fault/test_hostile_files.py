@@ -19,10 +19,11 @@ from fairvar.cli import main
 from fairvar.data import sources
 from fairvar.errors import BadInput, FairvarError, IntegrityError
 from fairvar.methods.plugin import load_plugin
-from fairvar.report.gather import gather
-from fairvar.runs.archive import condense, extract
+from fairvar.runs.archive import extract
+from fairvar.runs.condense import condense
 from fairvar.runs.config import Config, merge_overrides
 from fairvar.runs.plan import Plan
+from fairvar.runs.results import gather
 from fairvar.runs.store import MANIFEST, seal
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.sweep import run_sweep

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from nursery import KEPT, STEPS, Nursery, run_bytes, run_folders, sweep_bytes, visible
 
-from fairvar import cli
-from fairvar.report.gather import stored_runs
+from commands import call
 from fairvar.runs import store
+from fairvar.runs.results import stored_runs
 from fairvar.runs.store import MANIFEST, is_complete, verify
+from fairvar.system import files
 
 FILES = (*KEPT, MANIFEST, "checkpoint-a", "checkpoint-b", "federation")
 ONE_RUN = ("sweep.seeds=1", 'sweep.methods=["afl"]')
@@ -53,16 +54,6 @@ def test_death_in_any_step_of_a_save(file: str, children: Nursery, short: Path, 
         assert len(stored_runs(out)) == 1
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
-    """(exit code, stderr) of one command in this process."""
-    try:
-        cli.main([str(a) for a in arguments])
-        code = 0
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    return code, capsys.readouterr().err
-
-
 WRITES = 8  # checkpoints of rounds 3, 6, 9; federation; config, history, state, manifest
 
 
@@ -81,8 +72,8 @@ def test_disk_full_at_any_write(stage, nth, short, tmp_path, capsys, monkeypatch
         return FullFile(file) if count == nth else file
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "open", full, raising=False)
-        code, err = call(capsys, *command(short, out))
+        patch.setattr(files, "open", full, raising=False)
+        code, _, err = call(capsys, *command(short, out))
     (line,) = [text for text in err.splitlines() if text]
     assert code == 3
     assert line.startswith("fairvar: cannot write ")
@@ -125,7 +116,7 @@ def test_disk_full_when_a_lock_or_a_folder_is_made(stage, short, tmp_path, capsy
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", mkdir)
-        code, err = call(capsys, *command(short, tmp_path / "out"))
+        code, _, err = call(capsys, *command(short, tmp_path / "out"))
     assert code == 3
     assert len([text for text in err.splitlines() if text]) == 1
     assert "No space left" in err
@@ -140,7 +131,7 @@ def test_folder_that_cannot_be_written(why, short, tmp_path, capsys, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "TemporaryFile", refuse)
-        code, err = call(capsys, *command(short, tmp_path / "out"))
+        code, _, err = call(capsys, *command(short, tmp_path / "out"))
     (line,) = [text for text in err.splitlines() if text]
     assert code == 2
     assert f"cannot write into {tmp_path / 'out'}: {os.strerror(why)}" in line
@@ -157,7 +148,7 @@ def test_odd_folder_names_work(name, short, tmp_path, capsys):
 def test_impossible_folders_are_refused(kind, short, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     out = {"a file": "file", "below a file": "file/out", "too long": "x" * 300}[kind]
-    code, err = call(capsys, *command(short, tmp_path / out))
+    code, _, err = call(capsys, *command(short, tmp_path / out))
     assert code == 2
     assert len([text for text in err.splitlines() if text]) == 1
     assert (tmp_path / "file").read_text() == "mine"
@@ -172,8 +163,8 @@ def test_a_report_cannot_be_half_written(tmp_path, monkeypatch):
     def full(*a: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(store.os, "replace", full)
-    with pytest.raises(store.RunFailed, match="3 bytes needed"):
+    monkeypatch.setattr(files.os, "replace", full)
+    with pytest.raises(files.RunFailed, match="3 bytes needed"):
         store.write_text(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["table.md"]

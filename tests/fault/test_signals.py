@@ -176,16 +176,19 @@ def test_a_signal_while_a_command_starts(name, delay, endless, tmp_path):
     assert [line.partition(";")[0] for line in err.splitlines()] == ["fairvar: interrupted"]
 
 
+def sweep_after(statement: str, config: Path, out: Path) -> subprocess.Popen[str]:
+    """A sweep under way, in a process that has executed a Python statement before."""
+    script = f"{statement}\nimport sys\nfrom fairvar.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", script, *map(str, sweep(config, out))]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: under_way(out))
+    return process
+
+
 def test_an_ignored_signal_stays_ignored(endless, tmp_path):
     """`nohup fairvar sweep … &`: the terminal's end is not the sweep's."""
-    script = (
-        "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-        "from fairvar.cli import main; main(sys.argv[1:])"
-    )
-    out = tmp_path / "out"
-    command = [sys.executable, "-c", script, *map(str, sweep(endless, out))]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        wait_until(lambda: under_way(out))
+    before = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    with sweep_after(before, endless, tmp_path / "out") as process:
         process.send_signal(signal.SIGHUP)
         time.sleep(0.3)
         assert process.poll() is None
@@ -196,15 +199,9 @@ def test_an_ignored_signal_stays_ignored(endless, tmp_path):
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_signal_while_an_interrupted_command_ends(name, endless, tmp_path):
-    """Its line is told, and Python takes a while to end: still 130, and no second line."""
-    script = (
-        "import atexit, sys, time; atexit.register(time.sleep, 2)\n"
-        "from fairvar.cli import main; main(sys.argv[1:])"
-    )
-    out = tmp_path / "out"
-    command = [sys.executable, "-c", script, *map(str, sweep(endless, out))]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        wait_until(lambda: under_way(out))
+    """Its line is printed, and Python takes a while to end: still 130, and no second line."""
+    before = "import atexit, time; atexit.register(time.sleep, 2)"
+    with sweep_after(before, endless, tmp_path / "out") as process:
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
         line = process.stderr.readline()

@@ -16,12 +16,12 @@ from safetensors.torch import load, save
 from checks import METHODS
 from fairvar.errors import IntegrityError
 from fairvar.runs import batch as groups
-from fairvar.runs.batch import arrange, run_group
+from fairvar.runs.batch import arrange, run_cell, run_group
 from fairvar.runs.config import Config
 from fairvar.runs.identity import checkpoint_key, identity_of
 from fairvar.runs.plan import Plan
 from fairvar.runs.records import RunManifest
-from fairvar.runs.runner import Interrupted, Watch, missing, run_cell, run_folder
+from fairvar.runs.runner import Interrupted, Watch, missing, run_folder
 from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
 from fairvar.runs.store import (
     MANIFEST,

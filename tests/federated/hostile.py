@@ -36,7 +36,7 @@ from flwr.supercore.task_identity import TaskIdentity
 import fairvar as fv
 from checks import METHODS
 from fairvar.deploy.client import Client
-from fairvar.deploy.flower.grid import GridTransport
+from fairvar.deploy.flower.transport import GridTransport
 from fairvar.deploy.flower.wire import ARRAYS, FACTS, HELLO, KINDS, from_records, to_records
 from fairvar.deploy.guard import LONGEST
 from fairvar.deploy.local import LocalTransport, local_clients

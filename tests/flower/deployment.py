@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fairvar.deploy.flower.apps import new_app
 from fairvar.deploy.flower.keys import make_keys
-from fairvar.deploy.flower.new import new_app
 
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {

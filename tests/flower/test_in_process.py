@@ -25,15 +25,16 @@ import fairvar as fv
 from checks import METHODS, OPTIONS
 from fairvar.cli import main
 from fairvar.deploy import notes
-from fairvar.deploy.flower import client_app, grid, server
+from fairvar.deploy.flower import client_app, server, transport
 from fairvar.deploy.flower.client import node_data
 from fairvar.deploy.flower.server import folder_of, run_on
 from fairvar.deploy.flower.setup import read_setup
 from fairvar.methods.base import Method
-from fairvar.report.gather import gather
-from fairvar.report.write import group_table
-from fairvar.runs.identity import checkpoint_key
-from fairvar.runs.runner import Watch, federation_of, model_of, run_cell
+from fairvar.report.files import group_table
+from fairvar.runs.batch import run_cell
+from fairvar.runs.identity import checkpoint_key, fingerprint
+from fairvar.runs.results import gather
+from fairvar.runs.runner import Watch, federation_of, model_of
 from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
 from fairvar.runs.store import read_checkpoints, write_checkpoint
 from fairvar.runs.stored import StoredRun
@@ -219,7 +220,7 @@ def test_a_deployed_run_tells_its_own_model_and_stands_apart(tmp_path: Path) -> 
     assert [t.rows[0].cells["seeds"] for t in titles.values()] == ["1"] * 3
     (mine,) = (g for g in gather(out) if g.deployed and g.deployed.own_model)
     assert "name" not in mine.settings["model"]
-    assert own.config.fingerprint == usual.config.fingerprint
+    assert fingerprint(own.config) == fingerprint(usual.config)
 
 
 def test_a_node_with_a_single_class_takes_part(tmp_path: Path) -> None:
@@ -308,29 +309,6 @@ def test_a_start_that_does_not_fit_is_refused(change: dict, message: str, tmp_pa
         run(config)
 
 
-def test_a_killed_server_is_resumed(tmp_path: Path) -> None:
-    class Killed(Exception):
-        pass
-
-    calls = 0
-
-    def dies(node: int, reply: Message) -> Message:
-        nonlocal calls
-        calls += reply.metadata.message_type == "train"
-        if calls == 12:  # in the third of five rounds
-            raise Killed
-        return reply
-
-    config = run_config(fv.AFL(), tmp_path, rounds=5)
-    with pytest.raises(Killed):
-        run(config, dies)
-    stored = run(config)
-    for name, leaf in expected(stored, rounds=5).state.params.items():
-        assert torch.equal(stored.history().state.params[name], leaf)
-    assert stored.history().rounds == 5
-    assert not (stored.folder / "failed.txt").exists()
-
-
 def half_way(config: dict) -> Path:
     """The folder of a run whose server died in its third round."""
 
@@ -349,6 +327,16 @@ def half_way(config: dict) -> Path:
     with pytest.raises(Killed):
         run(config, dies)
     return folder_of(read_setup(config))
+
+
+def test_a_killed_server_is_resumed(tmp_path: Path) -> None:
+    config = run_config(fv.AFL(), tmp_path, rounds=5)
+    half_way(config)
+    stored = run(config)
+    for name, leaf in expected(stored, rounds=5).state.params.items():
+        assert torch.equal(stored.history().state.params[name], leaf)
+    assert stored.history().rounds == 5
+    assert not (stored.folder / "failed.txt").exists()
 
 
 @pytest.mark.parametrize("kind", ["another run", "another model", "notes", "version"])
@@ -473,7 +461,7 @@ class Meanwhile(InProcessGrid):
 def test_a_node_that_comes_during_a_round_is_in_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grid, "LOOK_ROUND", 0.0)
+    monkeypatch.setattr(transport, "POLL_NODES", 0.0)
     config = run_config(fv.FedAvg(), tmp_path, "federation.patience=1")
     nodes = {10 + i: i for i in range(5)}
     stored = StoredRun.open(run_on(Meanwhile(config, nodes), read_setup(config)))
@@ -649,11 +637,11 @@ def test_a_node_has_one_client_id(tmp_path: Path) -> None:
     """A key that belongs to client 3 does not get client 1 as well, while that one is away."""
     config = run_config(fv.FedAvg(), tmp_path, rounds=1)
     grid_ = InProcessGrid(config, {13: 3})
-    transport = grid.GridTransport(grid_, 5)
-    assert transport.present(1, 0) == [3]
+    channel = transport.GridTransport(grid_, 5)
+    assert channel.present(1, 0) == [3]
     grid_.clients = {13: 1}
-    transport.nodes.clear()
-    assert transport.present(1, 0) == []
+    channel.nodes.clear()
+    assert channel.present(1, 0) == []
 
 
 def test_a_liar_on_flower_is_held_and_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from spy import spied, spy
 
 import fairvar as fv
 from fairvar.cli import main
-from fairvar.deploy.flower import launch
+from fairvar.deploy.flower import apps
 
 ROOT = Path(__file__).parents[2]
 # As Flower's programs do: they import telemetry first, then the app, and send when they start.
@@ -42,7 +42,7 @@ def flwr(tmp_path: Path) -> Path:
 def test_flower_run_sends_nothing(
     flwr: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name in launch.QUIET:
+    for name in apps.QUIET:
         monkeypatch.delenv(name, raising=False)
     for name, value in spy(tmp_path / "spy").items():
         monkeypatch.setenv(name, value)
@@ -50,7 +50,7 @@ def test_flower_run_sends_nothing(
     subprocess.run([str(flwr)], check=True)
     assert "telemetry.flower.ai" in spied(tmp_path / "spy")  # the app alone is too late
     (tmp_path / "spy" / "seen.txt").unlink()
-    monkeypatch.setattr(launch, "_flwr", lambda: str(flwr))
+    monkeypatch.setattr(apps, "_flwr", lambda: str(flwr))
     app = ROOT / "examples" / "flower_app"
     main(["flower", "run", str(app), "site", "--stream", "-c", 'rounds=2 out="x"'])
     assert capfd.readouterr().out.splitlines()[-1] == f'run {app} site --stream -c rounds=2 out="x"'
@@ -63,19 +63,19 @@ def test_the_home_of_flower_is_private(
     for name, value in spy(tmp_path / "spy").items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(launch, "_flwr", lambda: str(flwr))
-    launch.run_app(ROOT / "examples" / "flower_app")
+    monkeypatch.setattr(apps, "_flwr", lambda: str(flwr))
+    apps.run_app(ROOT / "examples" / "flower_app")
     assert (tmp_path / "home").stat().st_mode & 0o777 == 0o700
 
 
 def test_what_cannot_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(fv.BadInput, match="is no Flower app"):
-        launch.run_app(tmp_path)
+    with pytest.raises(fv.BadInput, match="is not a Flower app"):
+        apps.run_app(tmp_path)
     (tmp_path / "pyproject.toml").touch()
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(launch, "_flwr", lambda: "false")
+    monkeypatch.setattr(apps, "_flwr", lambda: "false")
     with pytest.raises(fv.RunFailed, match="flwr run ended with 1"):
-        launch.run_app(tmp_path)
+        apps.run_app(tmp_path)
 
 
 def test_no_page_tells_to_start_flower_without_the_switch() -> None:

@@ -10,8 +10,8 @@ import pytest
 from fairvar.errors import BadInput
 from fairvar.runs.batch import arrange, run_group
 from fairvar.runs.plan import Plan
-from fairvar.runs.ray import compute_files, run_on_ray, save_new
 from fairvar.runs.runner import Watch, missing
+from fairvar.runs.sweep import compute_files, run_on_ray, save_new
 
 PLAN = {
     "data": {"name": "digits", "clients": 6},

@@ -23,13 +23,15 @@ from msgspec.structs import replace
 from fairvar.cli import main
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.report.gather import gather, stored_runs
-from fairvar.report.write import write_report
-from fairvar.runs.archive import ARCHIVE, LIST, condense, extract, unpacked, write_list
+from fairvar.report.files import write_report
+from fairvar.runs.archive import ARCHIVE, LIST, extract, unpacked, write_list
+from fairvar.runs.batch import run_cell
+from fairvar.runs.condense import condense
 from fairvar.runs.config import Config
-from fairvar.runs.identity import identity_of
+from fairvar.runs.identity import fingerprint, identity_of
 from fairvar.runs.plan import Plan
-from fairvar.runs.runner import Watch, federation_of, model_of, run_cell, run_folder
+from fairvar.runs.results import gather, stored_runs
+from fairvar.runs.runner import Watch, federation_of, model_of, run_folder
 from fairvar.runs.select import Criterion
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.sweep import run_sweep
@@ -153,7 +155,7 @@ def test_an_archive_does_not_hide_the_runs_beside_it(
         stored_runs(sweep)[0].config.train, seed=7))  # fmt: skip
     run_cell(later, tmp_path, Watch())
     assert len(stored_runs(tmp_path)) == before + 1
-    assert later.fingerprint in {r.config.fingerprint for r in stored_runs(tmp_path)}
+    assert fingerprint(later) in {fingerprint(r.config) for r in stored_runs(tmp_path)}
     assert check_files(tmp_path) == check_files(small) + 1
     damaged = run_folder(later, tmp_path) / "config.toml"
     damaged.write_bytes(damaged.read_bytes() + b"#")

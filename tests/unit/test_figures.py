@@ -12,8 +12,8 @@ import pytest
 
 from fairvar.errors import BadInput
 from fairvar.metrics import fairness
-from fairvar.report import figures, front, look
-from fairvar.report.front import Point
+from fairvar.report import figures, pareto, style
+from fairvar.report.pareto import Point
 from fairvar.report.table import mean_and_standard_error
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ DRAWN: dict[str, Callable[[], Figure]] = {
     "accuracies": lambda: figures.client_accuracies(
         {m: np.stack([p, p[::-1] / 2]) for m, p in accuracies().items()}
     ),
-    "front": lambda: front.front(points(), 6e-4),
+    "front": lambda: pareto.front(points(), 6e-4),
     "partition": split,
     "curves": curves,
     "weights": weights,
@@ -82,10 +82,10 @@ def test_equal_bytes_and_no_trace(name: str, tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.rcParams["font.size"] = 23
     before = dict(matplotlib.rcParams)
-    first = look.save(DRAWN[name](), tmp_path / "one", "a")
+    first = style.save(DRAWN[name](), tmp_path / "one", "a")
     assert dict(matplotlib.rcParams) == before
     matplotlib.rcdefaults()
-    again = look.save(DRAWN[name](), tmp_path / "two", "a")
+    again = style.save(DRAWN[name](), tmp_path / "two", "a")
     assert [path.name for path in first] == ["a.png", "a.pdf"]
     for a, b in zip(first, again, strict=True):
         assert a.read_bytes() == b.read_bytes()
@@ -99,14 +99,14 @@ def test_differences_are_filled_where_they_are_clear() -> None:
     panels = gains().axes
     marks = [[line.get_markerfacecolor() for line in axes.lines if line.get_marker() != "None"]
              for axes in panels]  # fmt: skip
-    assert marks == [["white", look.look("FairGrad").colour], [look.look("AFL").colour]]
+    assert marks == [["white", style.style_of("FairGrad").colour], [style.style_of("AFL").colour]]
     assert [t.get_text() for t in panels[0].get_yticklabels()] == ["AFL", "FairGrad"]
 
 
 def test_pictures_have_a_table_of_colours(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     image = pytest.importorskip("PIL.Image")
-    picture = image.open(look.save(gains(), tmp_path, "a")[0])
+    picture = image.open(style.save(gains(), tmp_path, "a")[0])
     assert picture.mode == "P"
     assert len(picture.convert("RGB").getcolors()) <= 128
 
@@ -114,7 +114,7 @@ def test_pictures_have_a_table_of_colours(tmp_path: Path) -> None:
 def test_saving_moves_nothing(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     figure = weights()
-    kept = [[path.read_bytes() for path in look.save(figure, tmp_path, "a")] for _ in range(2)]
+    kept = [[path.read_bytes() for path in style.save(figure, tmp_path, "a")] for _ in range(2)]
     assert kept[0] == kept[1]
 
 
@@ -129,14 +129,14 @@ def test_labels_of_the_front_do_not_overlap(spread: float) -> None:
         Point(m, *draw.normal((0.9, 9.5e-4), (0.01 * spread, 4e-5 * spread)), True)
         for m in METHODS[2:]
     ]
-    axes = front.front(far + near, 8.5e-4).axes[0]
+    axes = pareto.front(far + near, 8.5e-4).axes[0]
     boxes = [Text.get_window_extent(t).extents for t in axes.texts]
     assert len(boxes) == 9
     for i, a in enumerate(boxes):
         assert (a[:2] >= axes.bbox.extents[:2] - 1).all()
         assert (a[2:] <= axes.bbox.extents[2:] + 1).all()
         for b in boxes[:i]:
-            assert front._overlap(a, b) <= 4
+            assert pareto._overlap(a, b) <= 4
 
 
 def test_names_of_curves_stay_apart() -> None:
@@ -149,14 +149,14 @@ def test_names_of_curves_stay_apart() -> None:
     assert len(figures._spread(np.zeros(0), 9, 0, 20)) == 0
 
 
-def test_look_is_by_method() -> None:
-    plain, exact = look.look("FairGrad"), look.look("FairGrad* (γ = 0.1)")
+def test_style_is_by_method() -> None:
+    plain, exact = style.style_of("FairGrad"), style.style_of("FairGrad* (γ = 0.1)")
     assert plain.marker == exact.marker
     assert plain.dashes == "-" != exact.dashes
     assert int(exact.colour[1:3], 16) < int(plain.colour[1:3], 16)
-    assert look.look("FedAvg").colour == look.GREY
-    assert look.look("my método λ") == look.look("my other")
-    assert look.look("")
+    assert style.style_of("FedAvg").colour == style.GREY
+    assert style.style_of("my método λ") == style.style_of("my other")
+    assert style.style_of("")
 
 
 def test_panels_print_what_they_show() -> None:
@@ -203,8 +203,8 @@ def test_small_and_odd_inputs() -> None:
     pytest.importorskip("matplotlib")
     assert figures.client_accuracies({"a*": [0.5]})
     assert figures.client_accuracies({m: [0.5, 0.6] for m in METHODS[:5]})
-    assert front.front([Point("α = 0.1", 0.5, 0.0)])
-    assert front.front([Point("FedAvg", 0.5, 0.01, True, float("nan"))], float("nan"))
+    assert pareto.front([Point("α = 0.1", 0.5, 0.0)])
+    assert pareto.front([Point("FedAvg", 0.5, 0.01, True, float("nan"))], float("nan"))
     assert figures.partition([[1]])
     assert figures.learning_curves([1], {"FedAvg": [0.5]})
     assert figures.weights_over_rounds([[0.0]])
@@ -215,7 +215,7 @@ def test_small_and_odd_inputs() -> None:
     [
         lambda: figures.client_accuracies({}),
         lambda: figures.client_accuracies({"a": [[[0.5]]]}),
-        lambda: front.front([Point("a", float("nan"), 0.0)]),
+        lambda: pareto.front([Point("a", float("nan"), 0.0)]),
         lambda: figures.partition([[-1]]),
         lambda: figures.partition([1, 2]),
         lambda: figures.learning_curves([1, 2], {"a": [0.5]}),
@@ -236,4 +236,4 @@ def test_missing_matplotlib_tells_the_way_out(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(BadInput, match=r'pip install "fairvar\[plot\]"'):
         figures.client_accuracies({"FedAvg": [0.5]})
     with pytest.raises(BadInput, match="matplotlib"):
-        look.require_matplotlib()
+        style.require_matplotlib()

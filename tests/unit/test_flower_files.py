@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.serialization import (
 
 import fairvar as fv
 from fairvar.cli import main
+from fairvar.deploy.flower.apps import new_app
 from fairvar.deploy.flower.keys import make_keys
-from fairvar.deploy.flower.new import new_app
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower_app"
 

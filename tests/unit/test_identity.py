@@ -24,15 +24,17 @@ from fairvar import cli
 from fairvar.data import cache, dataset_sha256, sources
 from fairvar.errors import BadInput, FairvarError, IntegrityError
 from fairvar.methods import METHODS, FedAvg, Method, register
-from fairvar.report.gather import gather, stored_runs
-from fairvar.report.overview import overviews
-from fairvar.report.write import group_names, group_table
+from fairvar.report.files import group_names, group_table
+from fairvar.report.result_tables import overviews
 from fairvar.runs import identity
-from fairvar.runs.archive import condense
+from fairvar.runs.batch import run_cell
+from fairvar.runs.condense import condense
 from fairvar.runs.config import Config
-from fairvar.runs.identity import Identity, code_sha256, identity_of, trial_key
+from fairvar.runs.identity import Identity, fingerprint, identity_of, trial_key
 from fairvar.runs.plan import Plan
-from fairvar.runs.runner import Watch, federation_of, model_of, run_cell, run_folder
+from fairvar.runs.results import gather, stored_runs
+from fairvar.runs.runner import Watch, federation_of, model_of, run_folder
+from fairvar.runs.source_code import code_sha256
 from fairvar.runs.store import MANIFEST, seal
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.sweep import run_sweep
@@ -68,7 +70,7 @@ class Tilted(Method, frozen=True, tag="tilted"):
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAIRVAR_CACHE", str(tmp_path / "cache"))
-    identity.look_again()
+    identity.forget_files()
 
 
 @pytest.fixture
@@ -213,7 +215,7 @@ def test_data_that_change_while_a_sweep_runs_stop_it(tmp_path):
     write_npz(path, 1)
     with pytest.raises(FairvarError, match="were changed meanwhile"):
         federation_of(config)
-    identity.look_again()
+    identity.forget_files()
     assert federation_of(config).clients == 4
 
 
@@ -381,7 +383,7 @@ def test_a_strange_record_is_named(record, two_seeds, tmp_path):
 def test_where_pretrained_weights_lie_separates_no_seeds():
     sections = [{"name": "2nn", "weights": path, "weights_sha256": "0" * 64} for path in "ab"]
     configs = [Config.from_dict({**DIGITS, "model": section}) for section in sections]
-    assert configs[0].fingerprint == configs[1].fingerprint
+    assert fingerprint(configs[0]) == fingerprint(configs[1])
     same = Identity("s", None)
     assert trial_key(configs[0], same) == trial_key(configs[1], same)
     assert trial_key(configs[0], same) != trial_key(Config.from_dict(DIGITS), same)
@@ -399,11 +401,11 @@ def test_weights_that_changed_show_no_old_result(tmp_path):
         run_cell(config, tmp_path / "runs", Watch())
     assert len(stored_runs(tmp_path / "runs")) == 1
     path.write_bytes(save({**shapes, "extra": torch.zeros(1)}))
-    identity.look_again()
+    identity.forget_files()
     with pytest.raises(IntegrityError, match="has SHA-256"):
         run_cell(config, tmp_path / "runs", Watch())
     path.unlink()
-    identity.look_again()
+    identity.forget_files()
     with pytest.raises(FairvarError, match=r"w\.safetensors"):
         run_cell(config, tmp_path / "runs", Watch())
 
@@ -454,7 +456,7 @@ def test_running_again_needs_the_same_data(tmp_path):
     (run,) = stored_runs(tmp_path / "runs")
     assert rerun(run, 1).holds
     write_npz(path, 1)
-    identity.look_again()
+    identity.forget_files()
     with pytest.raises(BadInput, match="was made from other data"):
         rerun(run, 1)
 
@@ -463,6 +465,6 @@ def test_one_run_again_finds_itself(tmp_path):
     config = Config.from_dict(DIGITS)
     manifest = run_cell(config, tmp_path, Watch())
     assert manifest is not None
-    assert manifest["fingerprint"] == config.fingerprint == manifest["identity"]["settings"]
+    assert manifest["fingerprint"] == fingerprint(config) == manifest["identity"]["settings"]
     assert manifest["identity"]["data"] == manifest["passport"]["dataset_sha256"]
     assert run_folder(config, tmp_path).name == identity_of(config).sha256[:16]

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from fairvar.errors import BadInput
 from fairvar.metrics import fairness
-from fairvar.report.paired import Difference, Paired, compare, compare_rounds
-from fairvar.report.versus import Side, paired_dict, paired_table, versus
+from fairvar.metrics.paired import Difference, Paired, compare, compare_rounds
+from fairvar.report.compare import Side, paired_dict, paired_table, versus
 
 NUMBERS = ("accuracy", "variance", "corrected_variance", "worst_10_percent")
 

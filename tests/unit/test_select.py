@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from fairvar.data.builtin import logistic
 from fairvar.data.federation import Federation
-from fairvar.data.synthetic import logistic
 from fairvar.engine.history import History
 from fairvar.engine.train import train
 from fairvar.errors import BadInput
 from fairvar.methods import AFL, FairLoss, FedAvg, Method
 from fairvar.report.render import render
-from fairvar.report.results import Result, choose, result_table
-from fairvar.report.trial import Trial
+from fairvar.report.result_tables import result_table
 from fairvar.runs.select import Choice, Criterion, Curve, Validation, best
+from fairvar.runs.trials import Result, Trial, choose
 
 SEEDS, ROUNDS, CLIENTS = 3, 4, 6
 NOTHING = Choice(0, -1, -math.inf)

@@ -20,10 +20,11 @@ from fairvar.engine.train import Checkpoint, run_rounds
 from fairvar.errors import BadInput
 from fairvar.runs import batch as groups
 from fairvar.runs import runner as experiment
-from fairvar.runs import sweep
-from fairvar.runs.batch import arrange, kind, run_group
+from fairvar.runs import store, sweep
+from fairvar.runs.batch import arrange, run_cell, run_group
+from fairvar.runs.identity import batch_key, fingerprint
 from fairvar.runs.plan import Plan
-from fairvar.runs.runner import Interrupted, Watch, missing, run_cell, run_folder
+from fairvar.runs.runner import Interrupted, Watch, missing, run_folder
 from fairvar.runs.store import MANIFEST, SLOTS, pack_files, unpack_files
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.sweep import crowding, project, run_sweep, shard
@@ -82,8 +83,7 @@ class Lockstep:
 def engine(monkeypatch: pytest.MonkeyPatch) -> Lockstep:
     fake = Lockstep()
     monkeypatch.setattr(experiment, "SECONDS_BETWEEN_CHECKPOINTS", 1e9)  # however slow the machine
-    for module in (groups, sweep):
-        monkeypatch.setattr(module, "train_grid", fake)
+    monkeypatch.setattr(experiment, "train_grid", fake)
     monkeypatch.setattr(groups, "trains_together", lambda members, federation, loss: True)
     monkeypatch.setattr(groups, "members_that_fit", lambda members, federation: 1000)
     return fake
@@ -118,8 +118,8 @@ def all_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_papers_grid_in_groups():
     cells = Plan.load(PAPER / "mnist.toml").cells
     found = arrange(cells)
-    assert sorted(c.fingerprint for g in found for c in g) == sorted(c.fingerprint for c in cells)
-    assert all(len({kind(cell) for cell in group}) == 1 for group in found)
+    assert sorted(fingerprint(c) for g in found for c in g) == sorted(fingerprint(c) for c in cells)
+    assert all(len({batch_key(cell) for cell in group}) == 1 for group in found)
     assert max(map(len, found)) == groups.MOST_TOGETHER
     assert len(found) < 100
     assert all(len(group) > 20 for group in found)
@@ -250,7 +250,7 @@ def test_an_interrupted_group_continues_as_a_whole(stored, engine, calm, tmp_pat
 @pytest.mark.parametrize("damage", ["none", "bits", "content", "other runs"])
 def test_death_between_two_stores(damage, engine, calm, tmp_path, monkeypatch):
     """The rest is stored from what was trained; if that is damaged, it is trained again."""
-    group, real, count = arrange(plan().cells)[0], groups.store_run, 0
+    group, real, count = arrange(plan().cells)[0], store.store_run, 0
 
     def dies(folder: Path, files: Any) -> None:
         nonlocal count
@@ -260,7 +260,7 @@ def test_death_between_two_stores(damage, engine, calm, tmp_path, monkeypatch):
         real(folder, files)
 
     with monkeypatch.context() as patch:
-        patch.setattr(groups, "store_run", dies)
+        patch.setattr(store, "store_run", dies)
         with pytest.raises(KeyboardInterrupt):
             run_group(group, tmp_path, Watch())
     assert len(missing(group, tmp_path)) == 2
@@ -268,9 +268,9 @@ def test_death_between_two_stores(damage, engine, calm, tmp_path, monkeypatch):
     if damage == "bits":
         journal.write_bytes(journal.read_bytes()[:-1])
     elif damage == "content":
-        groups.write_hashed(journal, b'{"a": 1.5}\nx')
+        store.write_hashed(journal, b'{"a": 1.5}\nx')
     elif damage == "other runs":
-        groups.write_hashed(journal, pack_files({"0" * 16: b"x"}))
+        store.write_hashed(journal, pack_files({"0" * 16: b"x"}))
     assert run_group(group, tmp_path, Watch())
     assert engine.calls == [(4, 0)] + [(4, 0)] * (damage != "none")  # with whom they trained first
     assert contents(tmp_path).items() <= calm.items()
@@ -322,7 +322,7 @@ def test_one_that_diverges_does_not_disturb_the_others(engine, calm, tmp_path):
 
 def test_bad_input_names_the_run_and_leaves_nothing(engine, tmp_path, monkeypatch):
     cells = plan(model={}).cells
-    real = groups.prepare
+    real = experiment.prepare
 
     def prepare(model: Any, data: Any, method: Any, loss: Any, settings: Any) -> Any:
         if settings.lr == 0.5:
@@ -333,8 +333,8 @@ def test_bad_input_names_the_run_and_leaves_nothing(engine, tmp_path, monkeypatc
         for m in members:
             prepare(m.model, rest[0], m.method, rest[1], m.settings)
 
-    monkeypatch.setattr(groups, "prepare", prepare)
-    monkeypatch.setattr(groups, "train_grid", train)
+    monkeypatch.setattr(experiment, "prepare", prepare)
+    monkeypatch.setattr(experiment, "train_grid", train)
     out = tmp_path / "out"
     with pytest.raises(BadInput, match=r"^FairLoss\*, strength 0.1, lr 0.5, seed 0: half is too m"):
         run_sweep(cells, out, quiet)

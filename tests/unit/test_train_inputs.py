@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import subprocess
 import sys
 import warnings
@@ -127,7 +128,7 @@ calls = [
       "engine", "evaluate_every", "evaluate_splits", "evaluate_local", "clip_norm",
       "participation", "participants", "chunk", "precision", "capture", "state", "progress"]),
     (fv.Federation.from_arrays, {"train": [(x, y)]},
-     ["valid", "test", "classes", "name", "passport"]),
+     ["valid", "test", "classes", "name", "provenance"]),
     (fv.load_federation, {"name": "digits", "clients": 3},
      ["partition", "seed", "split", "holdout", "pool_samples", "fraction", "samples", "root"]),
     (fv.build_federation, {"dataset": dataset, "clients": 2, "partition": fv.IID()}, ["split"]),
@@ -474,3 +475,11 @@ def test_the_first_forward_derivative_warns_of_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-800:]
+
+
+@pytest.mark.parametrize("kind", [fv.BadInput, fv.IntegrityError, fv.RunFailed])
+def test_every_error_is_one_printable_line(kind: type[Exception]) -> None:
+    error = kind("a\x1b[31m\n\x00\x7f name " + "x" * 5000)
+    assert str(error).isprintable()
+    assert len(str(error)) < 1300
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -1,4 +1,4 @@
-"""The command line. Each command parses, makes one library call and prints one result.
+"""The command line. A command parses its arguments, calls the library and prints one result.
 
 Results go to stdout (`--json` for machines), progress to stderr. Exit codes: 0 fine, 1 an error
 inside fairvar, 2 bad input (one line on stderr, nothing written), 3 run failed, 4 integrity failed,
@@ -28,39 +28,43 @@ def main(arguments: Sequence[str] | None = None, commands: str = "fairvar.cli.co
         except SystemExit:
             raise
         except BrokenPipeError:
-            _drop_output()  # the reader went away, as in `fairvar theory | head`
+            _drop_output()  # the reader has ended, as in `fairvar theory | head`
         except BaseException as error:
             # An interrupted import or callback may end in any error.
-            message, code = ("interrupted", INTERRUPTED) if command.interrupted else _told(error)
+            message, code = (
+                ("interrupted", INTERRUPTED) if command.interrupted else _explained(error)
+            )
             command.end(message)
             _flush_or_drop_output()
             sys.exit(code)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """While modules are imported nothing has begun, and an exception in the middle of an import
-    may be lost or leave half a module: so the command ends at once."""
+    """A signal while modules are imported ends the command at once: nothing has been started, and
+    an exception in the middle of an import may be lost."""
     os.write(2, b"fairvar: interrupted\n")
     os._exit(INTERRUPTED)
 
 
 def _parsed(arguments: list[str], commands: str) -> Callable[[], Any]:
-    """The command that the arguments name, with its values; what it needs is imported."""
+    """The command that the arguments name, with its values; also imports what it calls."""
     from importlib import import_module
 
-    from fairvar.cli.common import check_arguments
+    from fairvar.errors import BadInput, shown
 
-    check_arguments(arguments)
+    for argument in arguments:
+        if "\0" in argument:
+            raise BadInput(f"the argument {shown(argument)} has a NUL byte in it; remove it")
     command, bound, _ = import_module(commands).app.parse_args(
         arguments, exit_on_error=False, print_error=False
     )
     if command.__module__.startswith("fairvar"):
-        import_module("fairvar.api")
+        import_module("fairvar.cli.library")
     return lambda: command(*bound.args, **bound.kwargs)
 
 
 def _prepare_streams() -> None:
-    """Whatever a name consists of, and whatever the terminal can show: printing never fails."""
+    """Printing must never fail, whatever characters a name has and the terminal can show."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell: >&-
@@ -77,12 +81,12 @@ def _flush_or_drop_output() -> None:
 
 
 def _drop_output() -> None:
-    """Keep Python from complaining at exit that what is left cannot be written."""
+    """Keep Python from complaining at exit that the remaining output cannot be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _told(error: BaseException) -> tuple[str, int]:
-    from fairvar.cli.messages import usage
+def _explained(error: BaseException) -> tuple[str, int]:
+    from fairvar.cli.common import usage
     from fairvar.errors import explained, one_line
 
     if isinstance(error, KeyboardInterrupt):
@@ -91,4 +95,4 @@ def _told(error: BaseException) -> tuple[str, int]:
     if message is not None:
         return one_line(message), 2
     found = explained(error)
-    return one_line(str(found)), found.exit_code
+    return str(found), found.exit_code

@@ -1,36 +1,62 @@
-"""What the commands share: the application, its common options, and how results are printed."""
+"""What the commands share: the application, common options, and how results are printed."""
 
 from __future__ import annotations
 
 import json as jsonlib
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App, Parameter, Token
+from cyclopts import (
+    App,
+    CycloptsError,
+    MissingArgumentError,
+    Parameter,
+    Token,
+    UnknownCommandError,
+    UnusedCliTokensError,
+    ValidationError,
+)
 from cyclopts.validators import Number
 from rich.console import Console, ConsoleOptions
 from rich.segment import Segment
 
 from fairvar._version import __version__
-from fairvar.errors import BadInput, plain, shown
+from fairvar.errors import plain, shown, suggestion, unknown
 
 if TYPE_CHECKING:
-    from fairvar.report.gather import Rule
     from fairvar.runs.config import Config
+    from fairvar.runs.results import Rule
     from fairvar.runs.select import Criterion
 
 app = App(
     name="fairvar",
     version=__version__,
-    help="Fair federated learning: train models whose quality is even across clients.",
-    suppress_keyboard_interrupt=False,  # `fairvar.cli.main` says one line
+    help="""Fair federated learning: train models whose quality is even across clients.
+
+Example: fairvar demo, and then
+
+- fairvar example mnist > mnist.toml
+- fairvar sweep mnist.toml --scale small
+- fairvar report runs/mnist""",
+    suppress_keyboard_interrupt=False,  # `fairvar.cli.main` prints one line
 )
-Json = Annotated[bool, Parameter(negative="")]
+
+# -- options of several commands -------------------------------------------------------------------
+Json = Annotated[bool, Parameter(negative="", help="print the result as JSON")]
 Out = Annotated[Path, Parameter(help="folder for the files that are written")]
+Plugin = Annotated[Path | None, Parameter(help="Python file to load first, for your own methods")]
+ConfigFile = Annotated[Path, Parameter(help="TOML file; `fairvar example` prints one")]
+Overrides = Annotated[str, Parameter(help="key=value pairs that change it, such as train.lr=0.5")]
+Scale = Annotated[
+    str | None, Parameter(help="use the file's [scale.NAME] overrides, such as small")
+]
+Dry = Annotated[bool, Parameter(negative="", help="check and print what would be done, and stop")]
 
 
 def _whole(kind: Any, tokens: Sequence[Token]) -> int:
@@ -53,52 +79,64 @@ Days = Annotated[int, _from(1, 36_500)]
 PositiveFloat = Annotated[float, Parameter(validator=Number(gt=0, lte=1e9))]
 
 
-def check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse what no command can use, before any is asked."""
-    for argument in arguments:
-        if "\0" in argument:
-            raise BadInput(f"the argument {shown(argument)} has a NUL byte in it; remove it")
-
-
 def show_report(tables: Any, files: Any, json: bool) -> None:
-    from fairvar.report import to_rich
-    from fairvar.report.results import shorten
+    from fairvar.cli import library as lib
 
     if json:
         return print_json([_table_dict(table) for table in tables])
     for table in tables:
         # The columns are explained once, under the last table.
-        show(to_rich(shorten(table, explain=table is tables[-1])))
+        show(lib.to_rich(lib.shorten(table, explain=table is tables[-1])))
         say("")
     page = next(f for f in files if f.name == "index.html")
     say(f"{len(files)} files in {page.parent}; open {page} in a browser")
 
 
-def selection_rule(t: float, m: int | None, unit: str, model: str | None = None) -> Rule:
-    """How to choose on validation data; by the model that a run's protocol is about, unless one is
-    named."""
-    from fairvar.runs.config import Config
-    from fairvar.runs.select import Criterion
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Selection:
+    """How configurations and rounds are chosen on validation data.
 
-    def rule(config: Config) -> Criterion:
-        return Criterion(t=t, m=m, unit=unit, model=model or config.select.model)  # type: ignore[arg-type]
+    Args:
+        t: choose by accuracy - t * sqrt(variance / m) on validation data; 1.96 in the paper.
+        unit: "fraction", or "mixed": percent accuracy with the variance x 100.
+        m: divisor of the variance; the number of seeds by default, as in the paper.
+    """
 
-    rule(Config())  # bad options are told before anything is read
-    return rule
+    t: float = 1.96
+    unit: str = "fraction"
+    m: Count | None = None
+
+    def rule(self, model: str | None = None) -> Rule:
+        """By the model that a run's protocol is about, unless one is named."""
+        from fairvar.cli import library as lib
+
+        def rule(config: Config) -> Criterion:
+            chosen: Any = model or config.select.model
+            return lib.Criterion(t=self.t, m=self.m, unit=self.unit, model=chosen)  # type: ignore[arg-type]
+
+        rule(lib.Config())  # bad options are refused before anything is read
+        return rule
 
 
-def cores() -> int:
-    return max(1, min(8, os.cpu_count() or 1))
-
-
-def duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+@contextmanager
+def example_file(name: str) -> Iterator[Path]:
+    """A configuration file inside the package."""
+    folder = files("fairvar").joinpath("configs")
+    found = {
+        file.name.removesuffix(".toml"): file
+        for place in (folder, folder.joinpath("paper"))
+        for file in place.iterdir()
+        if file.name.endswith(".toml")
+    }
+    if name not in found:
+        raise unknown("example", name, found)
+    with as_file(found[name]) as path:
+        yield path
 
 
 class _Plain:
-    """Something to print, with its control characters as escapes."""
+    """Anything that rich prints, with control characters as escapes."""
 
     def __init__(self, thing: Any) -> None:
         self.thing = thing
@@ -110,7 +148,7 @@ class _Plain:
 
 
 def show(thing: Any) -> None:
-    # No markup: [/x] in a name is text. What is to be bold is a rich Text.
+    # Without markup, [/x] in a name is text.
     Console(highlight=False, markup=False, emoji=False).print(_Plain(thing))
 
 
@@ -120,8 +158,8 @@ def say(*lines: object) -> None:
         print(plain(str(line)))
 
 
-def tell(note: str | None) -> None:
-    """Something to know before a long computation: to stderr."""
+def warn(note: str | None) -> None:
+    """A line on stderr, for example before a long computation."""
     if note is not None:
         print(plain(note), file=sys.stderr)
 
@@ -140,15 +178,41 @@ def _finite(value: Any) -> Any:
 
 
 def _table_dict(table: Any) -> dict[str, Any]:
-    from fairvar.report import Estimate
+    from fairvar.cli import library as lib
 
-    rows = []
-    for row in table.rows:
-        cells = {
-            k: {"value": c.value, "standard_error": c.standard_error}
-            if isinstance(c, Estimate)
-            else c
-            for k, c in row.cells.items()
-        }
-        rows.append({"method": row.label, **cells})
+    def plain_cell(cell: Any) -> Any:
+        if isinstance(cell, lib.Estimate):
+            return {"value": cell.value, "standard_error": cell.standard_error}
+        return cell
+
+    rows = [{"method": row.label, **{k: plain_cell(c) for k, c in row.cells.items()}}
+            for row in table.rows]  # fmt: skip
     return {"title": table.title, "rows": rows, "notes": list(table.notes)}
+
+
+def usage(error: BaseException) -> str | None:
+    """The message for arguments that cannot be used; cyclopts' own one where it says what to do.
+    None for other errors."""
+    if not isinstance(error, CycloptsError):
+        return None
+    command = " ".join(["fairvar", *(error.command_chain or ())])
+    more = f"see `{command} --help`"
+    if isinstance(error, UnusedCliTokensError):
+        tokens = ", ".join(shown(token) for token in (error.unused_tokens or ())[:3])
+        return f"`{command}` does not take {tokens}; {more}"
+    if isinstance(error, UnknownCommandError) and error.app is not None and error.unused_tokens:
+        names = [name for name in error.app if not name.startswith("-")]
+        text = error.unused_tokens[0]
+        return f"there is no command {shown(text)}: {suggestion(text, names)}"
+    if type(error) is MissingArgumentError and error.argument is not None:
+        name, keyword = error.argument.name, error.keyword or error.argument.name
+        if error.argument.field_info.is_positional:
+            return f"`{command}` needs {name.lstrip('-').upper()}; {more}"
+        given = any(t.keyword for t in error.argument.tokens) or error.keyword is not None
+        return f"`{command}` needs a value after {keyword}; {more}" if given else (
+            f"`{command}` needs {name}; {more}")  # fmt: skip
+    if isinstance(error, ValidationError) and error.argument is not None:
+        text = error.exception_message.rstrip(".")
+        return f"{error.argument.name} = {error.argument.value}: {text[:1].lower()}{text[1:]}"
+    error.verbose = False
+    return f"{str(error).rstrip('.')}; {more}"

@@ -18,42 +18,31 @@ PACKAGES = ("torch", "numpy", "msgspec", "safetensors", "matplotlib", "flwr", "r
 
 
 def examine() -> dict[str, Any]:
-    facts: dict[str, Any] = {
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    first, second = (_small_run("auto", torch.float32) for _ in range(2))
+    engine, reference = (_small_run(name, torch.float64) for name in ("auto", "reference"))
+    gap = float((engine - reference).abs().max())
+    return {
         "fairvar": __version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-    }
-    for name in PACKAGES:
-        try:
-            facts[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            facts[name] = "not installed"
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    facts |= {
+        **versions,
         "threads": torch.get_num_threads(),
-        "gpu": gpu,
-        "two runs give identical bytes": _repeats(),
-        "engine agrees with the reference": _agrees(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "two runs give identical bytes": torch.equal(first, second),
+        "engine agrees with the reference": f"{'yes' if gap < 1e-10 else 'NO'}, "
+        f"largest difference {gap:.1e}",
         "free disk here": f"{shutil.disk_usage('.').free / 2**30:.1f} GiB",
         "telemetry": "none",
     }
-    return facts
 
 
 def _small_run(engine: str, dtype: torch.dtype) -> torch.Tensor:
-    federation = load_federation("logistic", clients=10)
-    history = train(
-        "multinomial", federation, FairGrad(strength=0.1), 3, engine=engine, dtype=dtype
-    )
+    data, method = load_federation("logistic", clients=10), FairGrad(strength=0.1)
+    history = train("multinomial", data, method, 3, engine=engine, dtype=dtype)
     return torch.cat([leaf.flatten() for leaf in history.state.params.values()])
-
-
-def _repeats() -> bool:
-    first, second = (_small_run("auto", torch.float32) for _ in range(2))
-    return torch.equal(first, second)
-
-
-def _agrees() -> str:
-    engine, reference = (_small_run(name, torch.float64) for name in ("auto", "reference"))
-    difference = float((engine - reference).abs().max())
-    return f"{'yes' if difference < 1e-10 else 'NO'}, largest difference {difference:.1e}"

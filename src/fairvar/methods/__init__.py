@@ -1,4 +1,9 @@
-"""The registry of methods. Adding one: a file here and a line below, or `register` from outside."""
+"""The registry of methods, and everything that the author of a method imports.
+
+    from fairvar.methods import Memory, Method, Positive, Replies, register
+
+Adding a method: a file here and a line below, or `register` from outside (docs/methods/index.md).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,15 @@ from typing import TypeVar
 from fairvar.errors import LONGEST, BadInput, plain
 from fairvar.methods.aaggff import AAggFF
 from fairvar.methods.afl import AFL
-from fairvar.methods.base import Method, Replies, Traffic
+from fairvar.methods.base import ClientWeights, LossData, Memory, Method, Replies, Traffic
 from fairvar.methods.fairgrad import FairGrad
 from fairvar.methods.fairloss import FairLoss
 from fairvar.methods.fedavg import FedAvg
 from fairvar.methods.qffl import QFFL
+from fairvar.methods.simplex import minimise_quadratic as minimise_on_simplex
+from fairvar.methods.simplex import project as project_to_simplex
+from fairvar.tree import Tree, squared_norm, tree_map, weighted_sum
+from fairvar.validation import Count, Fraction, NonNegative, Positive, Share
 
 METHODS: dict[str, type[Method]] = {}
 
@@ -45,6 +54,8 @@ for _kind in (FedAvg, AFL, QFFL, AAggFF, FairLoss, FairGrad):
     register(_kind)
 
 __all__ = [
-    "AFL", "METHODS", "QFFL", "AAggFF", "FairGrad", "FairLoss", "FedAvg",
-    "Method", "Replies", "Traffic", "register",
+    "AFL", "METHODS", "QFFL", "AAggFF", "BadInput", "ClientWeights", "Count", "FairGrad",
+    "FairLoss", "FedAvg", "Fraction", "LossData", "Memory", "Method", "NonNegative", "Positive",
+    "Replies", "Share", "Traffic", "Tree", "minimise_on_simplex", "project_to_simplex", "register",
+    "squared_norm", "tree_map", "weighted_sum",
 ]  # fmt: skip

@@ -1,10 +1,10 @@
-"""Weight files into a model, without running anything that is in them.
+"""Weight files into a model.
 
-torch's own reader executes a restricted pickle, and has been broken twice (CVE-2025-32434,
-CVE-2026-24747). Here `.safetensors` is read by its library, and a `.pth` or `.pt` file (a zip that
-holds a small pickle beside raw storages) by `_Reader`: it walks through the *names* of the opcodes,
-knows just those that a state dict of plain tensors consists of, calls nothing the file names, and
-checks every size and offset against the bytes that are there.
+`.safetensors` files are read by their library, `.pth` and `.pt` files by `torch.load` with its
+restricted unpickler (`weights_only`). That unpickler had two known holes: CVE-2025-32434, mended in
+torch 2.6, and CVE-2026-24747, mended in 2.10, which is why pyproject.toml asks for 2.10 or newer.
+Before torch reads the file, the sizes in its zip table are checked, so that a small file cannot
+fill the memory; afterwards, that it holds nothing but plain tensors.
 """
 
 from __future__ import annotations
@@ -12,46 +12,26 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import math
-import pickletools
-import struct
+import re
+import warnings
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import safetensors
 import torch
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor, nn
 
-from fairvar.errors import BadInput, IntegrityError
+from fairvar.errors import BadInput, IntegrityError, one_line
 from fairvar.system.files import MOST_TENSORS, read_bytes
 from fairvar.tree import Tree
 
 MOST_INDEX_BYTES = 2 << 20  # of the pickle or the header that lists the tensors
 MOST_ENTRIES = 100_000  # of a zip
-_STORAGES = {
-    "torch FloatStorage": torch.float32,
-    "torch DoubleStorage": torch.float64,
-    "torch HalfStorage": torch.float16,
-    "torch BFloat16Storage": torch.bfloat16,
-    "torch LongStorage": torch.int64,
-    "torch IntStorage": torch.int32,
-    "torch ShortStorage": torch.int16,
-    "torch CharStorage": torch.int8,
-    "torch ByteStorage": torch.uint8,
-    "torch BoolStorage": torch.bool,
-}
-# Everything that zipfile was seen to raise on damaged files.
-_UNREADABLE = (
-    *(zipfile.BadZipFile, struct.error, zlib.error),
-    *(ArithmeticError, EOFError, OSError, RuntimeError, ValueError),
-)
-_DICT = "collections OrderedDict"
-_TENSOR = "torch._utils _rebuild_tensor_v2"
-_PARAMETER = "torch._utils _rebuild_parameter"
+ADVICE = re.compile(r"Weights only load failed|Please file|\(\d\) |Check the documentation")
+ZIP_START = b"PK\3\4"
+ZIP_ENTRY = b"PK\1\2"
 
 
 def load_weights(
@@ -94,9 +74,15 @@ def load_weights(
 
 
 def read_tensors(path: str | Path, sha256: str | None = None) -> Tree:
-    """The tensors of a `.safetensors`, `.pth` or `.pt` file by name."""
+    """The tensors of a `.safetensors`, `.pth` or `.pt` file by name.
+
+    The file is read once, so that the bytes with the right checksum are the bytes that are used.
+    """
     path = Path(path)
-    data = _read_bytes(path)
+    try:
+        data = read_bytes(path, MOST_TENSORS)
+    except OSError as error:
+        raise BadInput(f"cannot read weights {path.name}: {error.strerror}") from None
     if sha256 is not None:
         found = hashlib.sha256(data).hexdigest()
         if found != sha256.lower():
@@ -104,16 +90,8 @@ def read_tensors(path: str | Path, sha256: str | None = None) -> Tree:
     if path.suffix == ".safetensors":
         return _read_safetensors(path.name, data)
     if path.suffix in (".pth", ".pt"):
-        return _read_zip(path.name, data)
+        return _read_torch(path.name, data)
     raise BadInput(f"{path.name}: weight files end in .safetensors, .pth or .pt")
-
-
-def _read_bytes(path: Path) -> bytes:
-    """Read once, so that what was checked is what is used."""
-    try:
-        return read_bytes(path, MOST_TENSORS)
-    except OSError as error:
-        raise BadInput(f"cannot read weights {path.name}: {error.strerror}") from None
 
 
 def _names(what: str, names: set[str]) -> str:
@@ -145,199 +123,74 @@ def _read_safetensors(file: str, data: bytes) -> Tree:
             raise IntegrityError(f"{file} names a tensor twice")
         return parse_safetensors(data)
     except (safetensors.SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise IntegrityError(f"{file} is no valid safetensors file: {_line(error)}") from None
+        raise IntegrityError(f"{file} is no valid safetensors file: {_short(error)}") from None
 
 
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+def _short(error: Exception) -> str:
+    """What another library found wrong, without torch's advice to switch its checks off."""
+    lines = [
+        line.strip().removeprefix("WeightsUnpickler error: ") for line in str(error).split("\n")
+    ]
+    found = next((line for line in lines if line and not ADVICE.match(line)), type(error).__name__)
+    return one_line(found.partition(". Please")[0].partition(". This is an internal")[0])[:160]
 
 
-def _read_zip(file: str, data: bytes) -> Tree:
-    if data.count(b"PK\1\2") > MOST_ENTRIES:
+def _read_torch(file: str, data: bytes) -> Tree:
+    _check_zip(file, data)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of other versions of pickle's protocol
+            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises nearly anything on damaged files
+        raise IntegrityError(f"{file} is refused by torch: {_short(error)}") from None
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()
+    ):
+        raise IntegrityError(
+            f"{file} is refused: it is not a flat dict of tensors; save model.state_dict() alone"
+        )
+    for name, tensor in found.items():
+        if not _is_plain(tensor):
+            raise IntegrityError(f"{file} is refused: {name[:80]!r} is not a plain tensor, or "
+                                 "reaches past its storage")  # fmt: skip
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it holds numbers of its own: a stride of 0 would make it larger than its file."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_quantized or tensor.dim() > 16:
+        return False
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        return False
+    held = tensor.untyped_storage().nbytes()
+    return (tensor.storage_offset() + tensor.numel()) * tensor.itemsize <= held
+
+
+def _check_zip(file: str, data: bytes) -> None:
+    """torch writes a zip of uncompressed entries; a table that claims more could fill the memory
+    (torch would also unpack compressed entries)."""
+    if not data.startswith(ZIP_START):
+        raise IntegrityError(f"{file} is no intact zip file of weights: files from before torch "
+                             "1.6 must be saved again as safetensors")  # fmt: skip
+    if data.count(ZIP_ENTRY) > MOST_ENTRIES:
         raise IntegrityError(f"{file} is refused: the zip has more than {MOST_ENTRIES} entries")
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            return _Reader(file, archive, len(data)).tensors()
-    except _UNREADABLE as error:
-        raise IntegrityError(
-            f"{file} is no intact zip file of weights ({_line(error)}): files from before "
-            "torch 1.6 must be saved again as safetensors"
-        ) from None
-
-
-class _Global(NamedTuple):
-    """A name that the file mentions. It is only ever compared, never imported."""
-
-    name: str
-
-
-class _Storage(NamedTuple):
-    values: Tensor
-
-
-class _Reader:
-    """One `.pth` file: the zip's table first, then the pickle's opcodes one by one."""
-
-    def __init__(self, file: str, archive: zipfile.ZipFile, size: int) -> None:
-        self.file = file
-        self.archive = archive
-        self.entries = self._checked_entries(size)
-        self.storages: dict[str, _Storage] = {}
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
-
-    def _bad(self, what: str) -> IntegrityError:
-        return IntegrityError(f"{self.file} is refused: {what}")
-
-    def _checked_entries(self, size: int) -> dict[str, zipfile.ZipInfo]:
-        """The zip's entries without their common folder; torch writes them uncompressed."""
-        infos = self.archive.infolist()
-        names = [info.filename for info in infos]
-        roots = {name.partition("/")[0] for name in names}
-        if len(set(names)) < len(names) or len(roots) != 1:
-            raise self._bad("the zip has two equal names or several folders")
-        for info in infos:
-            parts = info.filename.split("/")
-            if ".." in parts or "" in parts or "\\" in info.filename:
-                raise self._bad(f"the zip has an entry with the path {info.filename[:80]!r}")
-            if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-                raise self._bad(
-                    f"the zip's entry {info.filename[:80]!r} is compressed or encrypted"
-                )
-        if sum(info.file_size for info in infos) > size:
-            raise self._bad("the zip's entries claim more bytes than the file has")
-        return {info.filename.partition("/")[2]: info for info in infos}
-
-    def _bytes(self, name: str) -> bytes:
-        if name not in self.entries:
-            raise self._bad(f"it has no part {name[:80]!r}")
-        return self.archive.read(self.entries[name])
-
-    def tensors(self) -> Tree:
-        if "byteorder" in self.entries and self._bytes("byteorder") != b"little":
-            raise self._bad("its numbers are not little-endian")
-        if "data.pkl" in self.entries and self.entries["data.pkl"].file_size > MOST_INDEX_BYTES:
-            raise self._bad("its list of tensors is too long")
-        try:
-            result = self._interpret(self._bytes("data.pkl"))
-        except (IndexError, KeyError, TypeError, ValueError, UnicodeError) as error:
-            raise self._bad(f"its list of tensors is malformed ({_line(error)})") from None
-        if not isinstance(result, dict) or not all(isinstance(v, Tensor) for v in result.values()):
-            raise self._bad("it is not a flat dict of tensors; save model.state_dict() alone")
-        return result
-
-    def _interpret(self, code: bytes) -> Any:
-        for opcode, argument, _ in pickletools.genops(code):
-            if opcode.name == "STOP":
-                return self.stack.pop()
-            self._step(opcode.name, argument)
-        raise ValueError("no end")
-
-    def _step(self, opcode: str, argument: Any) -> None:
-        stack = self.stack
-        match opcode:
-            case "PROTO" if argument == 2:
-                pass
-            case "MARK":
-                self.marks.append(len(stack))
-            case "EMPTY_DICT":
-                stack.append({})
-            case "EMPTY_TUPLE":
-                stack.append(())
-            case "TUPLE" | "TUPLE1" | "TUPLE2" | "TUPLE3":
-                stack.append(tuple(self._pop(None if opcode == "TUPLE" else int(opcode[-1]))))
-            case "NONE" | "NEWTRUE" | "NEWFALSE":
-                stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[opcode])
-            case "BININT" | "BININT1" | "BININT2" | "BINUNICODE":
-                stack.append(argument)
-            case "BINPUT" | "LONG_BINPUT":
-                self.memo[argument] = stack[-1]
-            case "BINGET" | "LONG_BINGET":
-                stack.append(self.memo[argument])
-            case "GLOBAL" if argument in (_DICT, _TENSOR, _PARAMETER, *_STORAGES):
-                stack.append(_Global(argument))
-            case "BINPERSID":
-                stack.append(self._storage(*stack.pop()))
-            case "REDUCE":
-                function, arguments = self._pop(2)
-                stack.append(self._build(function, arguments))
-            case "SETITEM" | "SETITEMS":
-                self._set_items(self._pop(None if opcode == "SETITEMS" else 2))
-            case "BUILD":
-                stack.pop()  # the state dict's version numbers; its attributes are never set
-                if not isinstance(stack[-1], dict):
-                    raise self._bad("opcode BUILD on something that is not a dict")
-            case _:
-                detail = f" {argument[:80]!r}" if isinstance(argument, str) else ""
-                raise self._bad(f"opcode {opcode}{detail} has no place in a file of weights")
-
-    def _pop(self, count: int | None) -> list[Any]:
-        """The last `count` values, or those since the last mark."""
-        start = self.marks.pop() if count is None else len(self.stack) - count
-        if not (self.marks[-1] if self.marks else 0) <= start <= len(self.stack):
-            raise ValueError("stack too short")
-        values = self.stack[start:]
-        del self.stack[start:]
-        return values
-
-    def _set_items(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        if not isinstance(target, dict) or len(items) % 2:
-            raise ValueError("items without a dict")
-        for name, value in zip(items[::2], items[1::2], strict=True):
-            if not isinstance(name, str) or name in target:
-                raise ValueError("a name is no text, or comes twice")
-            target[name] = value
-
-    def _build(self, function: Any, arguments: Any) -> Any:
-        """What a state dict may call: an empty OrderedDict, a tensor, a parameter."""
-        if not isinstance(function, _Global) or not isinstance(arguments, tuple):
-            raise ValueError("a call of something that has no name")
-        if function.name == _DICT and not arguments:
-            return {}
-        if function.name == _TENSOR and len(arguments) in (6, 7):
-            return self._tensor(*arguments[:4])
-        if function.name == _PARAMETER and len(arguments) == 3 and isinstance(arguments[0], Tensor):
-            return arguments[0]
-        raise ValueError(f"{function.name} with {len(arguments)} arguments")
-
-    def _storage(self, tag: str, kind: _Global, name: str, place: str, count: int) -> _Storage:
-        """The raw numbers of one part of the zip; where they lived (`place`) does not matter."""
-        dtype = _STORAGES.get(kind.name) if isinstance(kind, _Global) else None
-        if tag != "storage" or dtype is None or not isinstance(name, str) or type(count) is not int:
-            raise ValueError("not a storage")
-        if name not in self.storages:
-            raw = bytearray(self._bytes(f"data/{name}"))
-            if len(raw) % dtype.itemsize:
-                raise self._bad(f"storage {name[:80]!r} is cut off")
-            empty = torch.empty(0, dtype=dtype)
-            self.storages[name] = _Storage(torch.frombuffer(raw, dtype=dtype) if raw else empty)
-        storage = self.storages[name]
-        if storage.values.dtype != dtype or storage.values.numel() != count:
-            raise self._bad(
-                f"storage {name[:80]!r} should have {count} numbers of {dtype}, "
-                f"it has {storage.values.numel()} of {storage.values.dtype}"
-            )
-        return storage
-
-    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any) -> Tensor:
-        """A view of a storage, if every element lies inside it and it repeats none."""
-        if (
-            not isinstance(storage, _Storage)
-            or type(size) is not tuple
-            or type(stride) is not tuple
-        ):
-            raise ValueError("not a tensor")
-        if len(size) > 16:  # also keeps the product below short
-            raise ValueError("more than 16 axes")
-        if any(type(number) is not int or number < 0 for number in (offset, *size, *stride)):
-            raise ValueError("a size or offset is not a natural number")
-        held = storage.values.numel()
-        elements = math.prod(size)
-        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        if elements > held or (elements and last >= held) or offset > held:
-            raise self._bad(
-                f"a tensor of shape {size[:8]} reaches past its storage of {held} numbers"
-            )
-        return storage.values.as_strided(size, stride, offset)
+            entries = archive.infolist()
+    except Exception as error:  # zipfile raises nearly anything on damaged files
+        raise IntegrityError(f"{file} is no intact zip file of weights ({_short(error)})") from None
+    names = [entry.filename for entry in entries]
+    if len(set(names)) < len(names) or len({name.partition("/")[0] for name in names}) != 1:
+        raise IntegrityError(f"{file} is refused: the zip has two equal names or several folders")
+    for entry in entries:
+        parts = entry.filename.split("/")
+        if ".." in parts or "" in parts or "\\" in entry.filename:
+            raise IntegrityError(f"{file} is refused: the zip has an entry with the path "
+                                 f"{entry.filename[:80]!r}")  # fmt: skip
+        if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+            raise IntegrityError(f"{file} is refused: the zip's entry {entry.filename[:80]!r} is "
+                                 "compressed or encrypted")  # fmt: skip
+        if entry.filename.endswith("data.pkl") and entry.file_size > MOST_INDEX_BYTES:
+            raise IntegrityError(f"{file} is refused: its list of tensors is too long")
+    if sum(entry.file_size for entry in entries) > len(data):
+        raise IntegrityError(f"{file} is refused: its entries claim more bytes than the file has")

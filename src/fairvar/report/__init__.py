@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fairvar.report import figures
-from fairvar.report.page import Page, PageFigure, Section, figure_svg, render_page, write_page
+from fairvar.report.html import Page, PageFigure, Section, figure_svg, render_page, write_page
 from fairvar.report.render import (
     RENDERERS,
     render,

@@ -1,12 +1,12 @@
-"""Results small enough to publish: `runs.tar.xz` in place of a sweep's gigabytes.
+"""`runs.tar.xz`: results that are small enough to publish, instead of a sweep's gigabytes.
 
-It holds the chosen runs, whose histories keep what reports show (right answers of every client,
-weights, the first training losses), and of every other configuration its validation curve. So
-choosing can be repeated and each table and figure drawn again; final models and the losses on
-validation and test data are left out.
+The archive holds the chosen runs, whose histories keep what reports show (right answers of every
+client, weights, the first training losses), and for every other configuration its validation
+curve. So the choice can be repeated and each table and figure made again. Final models and the
+losses on validation and test data are left out.
 
-`runs.json` beside it is the sealed list of its contents: the archive's own SHA-256, and the name
-and SHA-256 of every file in it. An archive is read to its end and compared with this list.
+`runs.json` in the same folder is the sealed list of its contents: the archive's own SHA-256, and
+the name and SHA-256 of every file in it. An archive is read to its end and compared with this list.
 """
 
 from __future__ import annotations
@@ -18,25 +18,20 @@ import os
 import re
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import numpy as np
-from msgspec import to_builtins
-from msgspec.structs import replace
-from safetensors.numpy import save
 
-from fairvar.runs.serialize import condensed_history, load_tensors
-from fairvar.runs.config import Config
 from fairvar.errors import IntegrityError, RunFailed
-from fairvar.system.files import MOST_ARCHIVE, digest, open_regular
+from fairvar.runs.config import Config
 from fairvar.runs.identity import RECORD, Identity, recorded_identity
 from fairvar.runs.records import ArchiveList, EntryName, Model, SummaryManifest, agree, check
-from fairvar.report.trial import Summary, Trial
 from fairvar.runs.select import Curve
+from fairvar.runs.serialize import load_tensors
 from fairvar.runs.store import (
     inside,
     is_complete,
@@ -44,17 +39,14 @@ from fairvar.runs.store import (
     read_record,
     read_sealed,
     seal,
-    with_manifest,
-    write_bytes,
 )
-from fairvar.runs.stored import StoredRun, check_same_data, stored_config
-
-if TYPE_CHECKING:
-    from fairvar.report.gather import Group
+from fairvar.runs.stored import check_same_data, stored_config
+from fairvar.runs.trials import Summary
+from fairvar.system.files import MOST_ARCHIVE, digest, open_regular, write_bytes
 
 ARCHIVE, LIST = "runs.tar.xz", "runs.json"
 SUMMARIES = "summaries"
-# An archive may come from elsewhere: it must neither fill the disk nor the memory.
+# An archive may come from elsewhere: it must fill neither the disk nor the memory.
 NAME = re.compile(get_args(EntryName)[1].pattern)
 MOST_BYTES = 2_000_000_000  # unpacked
 MOST_FILES = 100_000
@@ -67,7 +59,7 @@ PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Condensed:
-    """A configuration of which the summary alone was kept."""
+    """A configuration of which only the summary was kept."""
 
     folder: Path
     config: Config  # with one of its seeds
@@ -101,7 +93,7 @@ class Condensed:
             rounds = _checked_curves(curves, self.config.train.rounds)
             models = sorted({name.split("/")[0] for name in curves} - {"rounds"})
             if facts["diverged"] != (not rounds) or facts["last"].keys() - models:
-                raise ValueError("the manifest tells of other curves")
+                raise ValueError("its manifest lists other curves")
             return Summary(
                 rounds,
                 facts["diverged"],
@@ -114,7 +106,7 @@ class Condensed:
 
 
 def _checked_curves(curves: Mapping[str, np.ndarray], most: int) -> list[int]:
-    """The rounds of curves that all have one number for each of them."""
+    """The evaluated rounds, after checking that every curve has one number for each of them."""
     rounds = curves["rounds"]
     if rounds.dtype != np.int64 or rounds.ndim != 1 or (np.diff(rounds) < 1).any():
         raise ValueError("rounds is no column of increasing rounds")
@@ -128,31 +120,6 @@ def _checked_curves(curves: Mapping[str, np.ndarray], most: int) -> list[int]:
     return [int(t) for t in rounds]
 
 
-def condense(groups: Sequence[Group], out: Path, everything: bool = False) -> Path:
-    """Write `out/runs.tar.xz` and its list; `everything` keeps the histories of all runs, chosen or
-    not."""
-    files: dict[str, bytes] = {}
-    for group in groups:
-        chosen = {id(result.trial) for result in group.results}
-        for trial in group.trials:
-            runs = [run for run in trial.source if isinstance(run, StoredRun)]
-            if runs and (everything or id(trial) in chosen):
-                for run in runs:
-                    files |= _within(run.identity.name, _run_files(run))
-            else:
-                files |= _summary_files(group, trial)
-        if group.federation is not None:
-            name = f"federations/{group.federation['sha256'][:16]}.json"
-            facts = {k: v for k, v in group.federation.items() if k != "seal"}
-            files[name] = seal(facts)
-    path = out / ARCHIVE
-    content = _packed(files)
-    write_bytes(path, content)
-    sums = {name: hashlib.sha256(file).hexdigest() for name, file in files.items()}
-    write_list(out, hashlib.sha256(content).hexdigest(), len(content), sums)
-    return path
-
-
 def write_list(folder: Path, sha256: str, size: int, files: Mapping[str, str]) -> Path:
     """The sealed list of an archive's contents."""
     path = folder / LIST
@@ -161,55 +128,16 @@ def write_list(folder: Path, sha256: str, size: int, files: Mapping[str, str]) -
     return path
 
 
-def _within(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
-    return {f"{folder}/{name}": content for name, content in files.items()}
-
-
-def _run_files(run: StoredRun) -> dict[str, bytes]:
-    read = {name: read_sealed(run.folder, run.manifest, name)
-            for name in ("config.toml", "history.safetensors")}  # fmt: skip
-    if run.manifest.get("condensed"):
-        return {**read, "manifest.json": seal(run.manifest)}
-    facts = {k: v for k, v in run.manifest.items() if k not in ("sha256", "seal")}
-    read["history.safetensors"] = condensed_history(read["history.safetensors"])
-    return with_manifest(read, {**facts, "condensed": True})
-
-
-def _summary_files(group: Group, trial: Trial) -> dict[str, bytes]:
-    summary = trial.summary
-    seed = int(summary.births[0]["seed"])
-    config = replace(
-        group.config, method=trial.method, train=replace(group.config.train, lr=trial.lr, seed=seed)
-    )
-    tensors = {"rounds": np.array(summary.rounds, dtype=np.int64)}
-    for model, curve in summary.valid.items():
-        tensors |= {f"{model}/mean": curve.mean, f"{model}/variance": curve.variance}
-    assert trial.identity is not None  # it was gathered
-    identity = replace(trial.identity, settings=config.fingerprint)
-    facts = {
-        "method": trial.method.label,
-        RECORD: to_builtins(identity),
-        "passport": dict(group.passport),
-        "diverged": summary.diverged,
-        "last": {model: list(two) for model, two in summary.last.items()},
-        "births": [dict(birth) for birth in summary.births],
-    }
-    if group.deployed is not None:
-        facts["deployed"] = to_builtins(group.deployed)
-    files = {"config.toml": config.to_toml().encode(), "curves.safetensors": save(tensors)}
-    return _within(f"{SUMMARIES}/{identity.name}", with_manifest(files, facts))
-
-
 def _summary_name(manifest: Mapping[str, Any], config: Config, text: bytes) -> str:
-    """Of its folder. Archives of earlier versions took the configuration's checksum."""
+    """The name of its folder. Earlier versions used the checksum of the configuration."""
     if RECORD not in manifest:
         return hashlib.sha256(text).hexdigest()[:16]
     return recorded_identity(manifest, config).name
 
 
-def _packed(files: Mapping[str, bytes]) -> bytes:
-    """Without times and owners: the same content is the same file. Like stands beside like, since
-    thousands of manifests and configurations say nearly the same."""
+def pack(files: Mapping[str, bytes]) -> bytes:
+    """The archive as bytes: without times and owners, so that the same content gives the same file.
+    Files of the same name follow each other, because they are nearly equal and compress well."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:xz", preset=6) as archive:
         for name in sorted(files, key=lambda n: (n.rpartition("/")[2], n)):
@@ -220,7 +148,8 @@ def _packed(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpacked(folder: Path) -> Path:
-    """The folder itself, or what its archive holds, unpacked until this process ends."""
+    """The folder itself or, if it has an archive, a temporary folder with the archive's contents,
+    which is deleted when this process ends."""
     both = (folder / ARCHIVE, folder / LIST)
     if not any(os.path.lexists(path) for path in both):
         return folder
@@ -228,7 +157,7 @@ def unpacked(folder: Path) -> Path:
     return Path(_unpack(folder.resolve(), stamps).name)
 
 
-@cache  # runs that were opened refer to it for as long as they live
+@cache  # opened runs refer to the temporary folder
 def _unpack(folder: Path, stamps: tuple[int, ...]) -> tempfile.TemporaryDirectory[str]:
     facts = read_record(folder / LIST, ArchiveList, f"get {ARCHIVE} and {LIST} again")
     if facts is None:
@@ -250,7 +179,7 @@ Contents = tuple[str, int, dict[str, str]]  # SHA-256 and bytes of an archive, S
 
 
 def extract(archive: Path, place: Path, listed: Contents | None = None) -> Contents:
-    """Unpack an archive to its very end; what it is and holds, which must be what was `listed`."""
+    """Unpack an archive to its end and return its contents, which must be equal to `listed`."""
     sums: dict[str, str] = {}
     try:
         with open_regular(archive, MOST_ARCHIVE) as file:
@@ -280,7 +209,7 @@ def _store(path: Path, content: bytes) -> None:
 
 
 class _Inflated:
-    """The content of an .xz file of one stream, with limits."""
+    """Decompresses an .xz file of one stream, with limits on size and memory."""
 
     def __init__(self, file: io.BufferedReader, size: int) -> None:
         self.file, self.buffer, self.total = file, bytearray(), 0
@@ -288,7 +217,7 @@ class _Inflated:
         self.machine = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY)
 
     def take(self, size: int) -> bytes:
-        """The next bytes, fewer only at the end, where the checksum was found right."""
+        """The next bytes; fewer only at the end, after the checksum was verified."""
         while len(self.buffer) < size and not self.machine.eof:
             data = self.file.read(PIECE) if self.machine.needs_input else b""
             if self.machine.needs_input and not data:
@@ -307,7 +236,7 @@ class _Inflated:
 
 def _entries(stream: _Inflated) -> Iterator[tuple[str, bytes]]:
     """Name and content of every file of a tar: plain files with plain names and short headers, as
-    `_packed` writes them, then zeros up to the end."""
+    `pack` writes them, then zeros up to the end."""
     count, end = 0, bytes(tarfile.BLOCKSIZE)
     while (block := stream.take(tarfile.BLOCKSIZE)) != end:
         entry = tarfile.TarInfo.frombuf(block, "utf-8", "strict")

@@ -1,86 +1,63 @@
-"""Runs of a sweep that differ in numbers only: computed as one batch, stored as separate runs.
+"""Compute and store missing runs, many of them as one batch.
 
-Groups follow from the plan alone. Neither the number of workers nor an interruption changes who
-trains with whom, and so the bytes of a sweep do not depend on them. The last bits of a run depend
-on who trains beside it; its manifest lists them, so that a run that was deleted can be trained with
-the same others again.
+Runs of a sweep that differ in numbers only train as one batch and are stored as separate runs. The
+batches follow from the plan alone: neither the number of workers nor an interruption changes which
+runs train together, so the bytes of a sweep do not depend on them. The last bits of a run depend on
+the other runs of its batch. Its manifest lists them, so that a deleted run can be computed again in
+the same batch.
 
-A group under way has a folder of its own, `.groups/HASH`: checkpoints of all its runs at one round
-and, when they are trained, `finished`, from which the runs are stored one by one. Whoever dies in
-between finds there what the others were stored from.
+A batch of several runs has a folder, `.groups/HASH`, while it is computed: checkpoints of all its
+runs at one round and, when they are trained, the file `finished`, from which the runs are stored
+one by one. A restarted worker resumes storing from this file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import Timeout
-from msgspec.structs import replace
 
-from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
-from fairvar.runs.config import Config
-from fairvar.engine.grid import Member, members_that_fit, train_grid, trains_together
-from fairvar.engine.train import Checkpoint, prepare
+from fairvar.engine.grid import Member, members_that_fit, trains_together
 from fairvar.errors import BadInput, IntegrityError, RunFailed
+from fairvar.runs import store
+from fairvar.runs.config import Config
+from fairvar.runs.identity import batch_key, fingerprint, identity_of, recorded_identity
 from fairvar.runs.runner import (
     Watch,
     compute,
     federation_of,
     holds_run,
-    keeper,
-    leave_nothing,
     missing,
     model_of,
-    pass_over,
     record_federation,
-    run_cell,
     run_files,
     run_folder,
-    save_run,
-    store_run,
-)
-from fairvar.data.federation import Federation
-from fairvar.engine.history import History
-from fairvar.runs.identity import checkpoint_key, identity_of
-from fairvar.methods import FedAvg
-from fairvar.runs.store import (
-    inside,
-    is_complete,
-    lock_of,
-    no_link,
-    pack_files,
-    read_checkpoints,
-    read_hashed,
-    read_manifest,
-    unpack_files,
-    write_checkpoint,
-    write_hashed,
 )
 
 Group = tuple[Config, ...]
-MOST_TOGETHER = 100  # a compromise: every group is one worker's, and a plan may have few kinds
+MOST_TOGETHER = 100  # a compromise: a group is the work of one process, and a plan may have few
 GROUPS, FINISHED = ".groups", "finished"
 
 
 def arrange(cells: Sequence[Config], batch: bool = True) -> list[Group]:
-    """The runs of a plan in groups that train together, each by itself where that does not pay.
+    """Divide the runs of a plan into groups that train as one batch; a group of one where a batch
+    is not faster.
 
-    With full batches all seeds of a method's grid share their samples and train as one. Groups are
-    cut in the order of the plan and computed in the order of their first runs, so that an
-    unfinished sweep has the grids of the first seeds first.
+    With full batches of samples, all seeds of a method's grid share their samples and train as one.
+    Groups are cut in the order of the plan and computed in the order of their first runs, so that
+    an unfinished sweep has the grids of the first seeds first.
     """
     families: dict[Any, list[int]] = {}
-    places = {cell.fingerprint: place for place, cell in reversed(list(enumerate(cells)))}
+    places = {fingerprint(cell): place for place, cell in reversed(list(enumerate(cells)))}
     for place in sorted(places.values()):
         cell = cells[place]
         shares = cell.train.batch_size is None or cell.train.seed
-        families.setdefault((kind(cell), shares), []).append(place)
+        families.setdefault((batch_key(cell), shares), []).append(place)
     pieces, known = [], dict[Any, int]()
     for (sort, _), family in families.items():
         asked = (sort, len(family))  # seeds do not matter
@@ -91,56 +68,69 @@ def arrange(cells: Sequence[Config], batch: bool = True) -> list[Group]:
     return [tuple(cells[place] for place in piece) for piece in sorted(pieces)]
 
 
-def kind(cell: Config) -> tuple[Any, ...]:
-    """Equal for runs that differ in the method's numbers, the learning rate and the seed only."""
-    bare = replace(cell, method=FedAvg(), train=replace(cell.train, lr=1.0, seed=0))
-    return bare, repr(cell.method.form)
-
-
 def _most(family: Sequence[Config]) -> int:
     """How many of these runs make a group."""
     first = family[0]
     if len(family) == 1:
         return 1
     data = federation_of(first)
-    # The question is one of shapes: one initial model stands for all.
+    # Only shapes matter here, so one initial model is enough.
     model = first.model.name if first.model.weights is None else model_of(first, data)
     members = [Member(model, cell.method, cell.train) for cell in family]
     most = min(MOST_TOGETHER, members_that_fit(members, data))
     return most if trains_together(members[:most], data, first.model.loss) else 1
 
 
+def run_cell(config: Config, out: Path, watch: Watch) -> dict[str, Any] | None:
+    """Compute and store one run unless it is stored already; None if another process computes it.
+    Returns the manifest."""
+    folder = run_folder(config, out)
+    if not store.is_complete(folder) and not run_group((config,), out, watch):
+        return None
+    manifest = store.read_manifest(folder)
+    if manifest is not None and recorded_identity(manifest, config) != identity_of(config):
+        raise IntegrityError(f"{folder} holds another run than its name says; delete it")
+    return manifest
+
+
 def run_group(group: Group, out: Path, watch: Watch) -> bool:
-    """Compute and store what is missing of a group; False if another process has some of it."""
-    if len(group) == 1:
-        return run_cell(group[0], out, watch) is not None
+    """Compute and store the missing runs of a group; False if another process computes some."""
     folders = sorted(run_folder(cell, out) for cell in missing(group, out))
     try:
         with ExitStack() as held:
-            # All in the same order: of two processes with runs in common one gets them all.
+            # Always in the same order: of two processes with common runs one gets all locks.
             for folder in folders:
-                held.enter_context(lock_of(folder))
+                held.enter_context(store.lock_of(folder))
             for part in parts_to_do(group, out):
                 _finish(part, out, watch)
     except Timeout:
         return False
     except BadInput:
-        leave_nothing(folders, out)
+        _remove_empty(folders, out)
         raise
     except OSError as error:
         raise RunFailed(f"cannot work in {out}: {error.strerror or error}") from None
     return True
 
 
-def parts_to_do(group: Group, out: Path) -> list[Group]:
-    """Who trains together, so that what is missing of a group gets stored.
+def _remove_empty(folders: Sequence[Path], out: Path) -> None:
+    """Bad input must write nothing: remove the empty folders and the locks."""
+    for folder in folders:
+        (out / store.LOCKS / folder.name).unlink(missing_ok=True)
+    for empty in (*folders, out / store.LOCKS, out):
+        with suppress(OSError):
+            empty.rmdir()
 
-    The whole group if an earlier attempt left something; those that trained together before, where
-    a stored run lists a missing one; else the missing ones among themselves."""
+
+def parts_to_do(group: Group, out: Path) -> list[Group]:
+    """The batches to train, so that the missing runs of a group get stored.
+
+    The whole group if an earlier attempt left something; the runs of the former batch where a
+    stored run lists a missing one; else a batch of the missing runs."""
     todo = {_name(cell): cell for cell in missing(group, out)}
-    if not todo:
-        return []
-    if _has_something(_home(group, out), todo):
+    if not todo or len(group) == 1:
+        return [group] if todo else []
+    if any(files.keys() >= todo.keys() for files in _left(_home(group, out))):
         return [group]
     known, found = {_name(cell): cell for cell in group}, list[Group]()
     for name in [name for name in known if name not in todo]:
@@ -159,106 +149,62 @@ def parts_to_do(group: Group, out: Path) -> list[Group]:
 
 def _trained_with(folder: Path) -> list[str]:
     """The names of the runs that a stored run trained with, itself among them."""
-    listed = (read_manifest(folder) or {}).get("group", [])
+    listed = (store.read_manifest(folder) or {}).get("group", [])
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     return list(dict.fromkeys(names))
 
 
-def _has_something(home: Path, names: Iterable[str]) -> bool:
-    """Whether a group's folder holds the runs of these names, trained or half trained."""
-    found = [*read_checkpoints(home), read_hashed(home / FINISHED) or b""]
-    return any(unpack_files(payload).keys() >= set(names) for payload in found)
+def _left(home: Path) -> list[dict[str, bytes]]:
+    """What an earlier attempt left in a group's folder, by name of run."""
+    found = [*store.read_checkpoints(home), store.read_hashed(home / FINISHED) or b""]
+    return list(map(store.unpack_files, found))
 
 
 def _finish(part: Group, out: Path, watch: Watch) -> None:
-    """Train these runs together, or find what is left of an earlier attempt, and store those that
-    are missing. (The others must train along: last bits may depend on how many do.)"""
-    todo = missing(part, out)
-    if len(part) == 1:
-        folder = run_folder(part[0], out)
-        return save_run(folder, part[0], compute(part[0], folder, watch))
-    home = _home(part, out)
-    files = _finished(home)
+    """Train these runs, or find what an earlier attempt left of them, and store the missing ones.
+    (Stored ones must train again with the others: the last bits may depend on the batch.)"""
+    todo, home, names = missing(part, out), _home(part, out), [_name(cell) for cell in part]
+    several = len(part) > 1
+    files = _finished(home) if several else {}
     if not all(holds_run(files.get(_name(cell), {}), identity_of(cell)) for cell in todo):
-        histories = compute_group(part, _starts(home, part), home, watch)
-        names = [_name(cell) for cell in part]
-        files = {
-            name: run_files(cell, history, group=names)
-            for name, cell, history in zip(names, part, histories, strict=True)
-        }
-        packed = {name: pack_files(of_run) for name, of_run in files.items()}
-        write_hashed(home / FINISHED, pack_files(packed))
+        histories = compute(part, home, watch)
+        group = names if several else ()
+        made = (run_files(c, h, group=group) for c, h in zip(part, histories, strict=True))
+        files = dict(zip(names, made, strict=True))
+        if several:
+            packed = {name: store.pack_files(of_run) for name, of_run in files.items()}
+            store.write_hashed(home / FINISHED, store.pack_files(packed))
     record_federation(out, federation_of(todo[0]))
     for cell in todo:
-        store_run(run_folder(cell, out), files[_name(cell)])
-    _drop(home)
-
-
-def compute_group(
-    cells: Sequence[Config], starts: Mapping[str, Checkpoint], home: Path, watch: Watch
-) -> list[History]:
-    """Train all of them, from their checkpoints or from the beginning."""
-    first = cells[0]
-    torch.set_num_threads(first.train.threads)
-    keys = [checkpoint_key(identity_of(cell)) for cell in cells]
-
-    def write(number: int, made: list[Checkpoint]) -> None:
-        packed = {
-            _name(cell): pack_checkpoint(checkpoint, key)
-            for cell, checkpoint, key in zip(cells, made, keys, strict=True)
-        }
-        write_checkpoint(home, number, pack_files(packed))
-
-    data, loss = federation_of(first), first.model.loss
-    members = [
-        Member(model_of(cell, data), cell.method, cell.train, starts.get(_name(cell)))
-        for cell in cells
-    ]
-    keep = keeper(watch, first.train.rounds, write)
-    try:
-        return train_grid(members, data, loss, first.evaluate, watch.progress, keep)
-    except BadInput as error:
-        if starts:  # which are files, and may hold anything
-            pass_over(home, error)
-            return compute_group(cells, {}, home, watch)
-        raise _blame(cells, members, data, error) from None
-
-
-def _blame(
-    cells: Sequence[Config], members: Sequence[Member], data: Federation, error: BadInput
-) -> BadInput:
-    """The error with the name of the run that caused it."""
-    for cell, member in zip(cells, members, strict=True):
-        try:
-            prepare(member.model, data, member.method, cell.model.loss, member.settings)
-        except BadInput as own:
-            numbers = "".join(f", {k} {v:g}" for k, v in cell.method.numbers.items())
-            train = f"lr {cell.train.lr:g}, seed {cell.train.seed}"
-            return BadInput(f"{cell.method.label}{numbers}, {train}: {own}")
-    return error
+        store.store_run(run_folder(cell, out), files[_name(cell)])
+    if several:
+        _drop(home)
 
 
 def tidy(out: Path) -> None:
-    """Drop what was left of groups whose runs are all stored: by a kill in the last moment, by
-    another way of computing them, or by a plan that has changed since."""
+    """Delete what is left of groups whose runs are all stored, for example after a kill in the last
+    moment, or because the plan has changed."""
     homes = [] if (out / GROUPS).is_symlink() else sorted((out / GROUPS).glob("*"))
     for home in homes:
-        found = [*read_checkpoints(home), read_hashed(home / FINISHED) or b""]
-        names = {name for payload in found for name in unpack_files(payload)}
+        names = {name for files in _left(home) for name in files}
         if names and all(_is_stored(out, name) for name in names) and not home.is_symlink():
             _drop(home)
 
 
 def _is_stored(out: Path, name: str) -> bool:
     try:
-        return is_complete(inside(out, name))
-    except IntegrityError:  # no name of ours
+        return store.is_complete(store.inside(out, name))
+    except IntegrityError:  # not a name that fairvar writes
         return False
 
 
 def _home(group: Group, out: Path) -> Path:
+    """Where the checkpoints of a group are: for a single run, its own folder."""
+    if len(group) == 1:
+        return store.no_link(run_folder(group[0], out))
     names = " ".join(map(_name, group))
-    return no_link(no_link(out / GROUPS) / hashlib.sha256(names.encode()).hexdigest()[:16])
+    digest = hashlib.sha256(names.encode()).hexdigest()
+    return store.no_link(store.no_link(out / GROUPS) / digest[:16])
 
 
 def _name(cell: Config) -> str:
@@ -266,30 +212,13 @@ def _name(cell: Config) -> str:
 
 
 def _finished(home: Path) -> dict[str, dict[str, bytes]]:
-    packed = unpack_files(read_hashed(home / FINISHED) or b"")
-    return {name: unpack_files(content) for name, content in packed.items()}
-
-
-def _starts(home: Path, part: Group) -> dict[str, Checkpoint]:
-    """The newest checkpoint of all these runs; {} if there is none."""
-    found: list[dict[str, Checkpoint]] = []
-    for payload in read_checkpoints(home):
-        packed = unpack_files(payload)
-        try:
-            found.append({
-                _name(cell): unpack_checkpoint(
-                    packed.get(_name(cell), b""), checkpoint_key(identity_of(cell))
-                )
-                for cell in part
-            })  # fmt: skip
-        except IntegrityError as error:
-            pass_over(home, error)
-    return max(found, key=lambda s: max(c.state.round for c in s.values()), default={})
+    packed = store.unpack_files(store.read_hashed(home / FINISHED) or b"")
+    return {name: store.unpack_files(content) for name, content in packed.items()}
 
 
 def _drop(home: Path) -> None:
-    """The group's own folder, and that of all groups with the last one."""
-    for path in sorted(home.glob("*")):  # what tells whose it was goes last
+    """Delete the folder of a group, and `.groups` with the last one."""
+    for path in sorted(home.glob("*")):  # `finished`, which names the runs, last
         with suppress(OSError):
             path.unlink()
     for empty in (home, home.parent):

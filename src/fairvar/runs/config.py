@@ -1,13 +1,11 @@
-"""`Config`: everything a run depends on, as one checked value with a fingerprint.
+"""`Config`: everything a run depends on, as one checked value.
 
-TOML file and `key=value` overrides are merged first and converted once, so both get the same
-checks. Unknown keys are refused with the nearest known one.
+A TOML file and `key=value` overrides are merged first and converted once, so that both get the same
+checks. Unknown keys are refused, and the error suggests the nearest known key.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -19,28 +17,23 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import msgspec
 import tomli_w
 
-from fairvar.validation import Checked, Count, Fraction, Share, check_component, reason
 from fairvar.data import DATASET_NAMES, Dirichlet, Partition
 from fairvar.engine.losses import LOSSES
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.errors import BadInput, plain, shown, suggestion, unknown
-from fairvar.system.files import MOST_TEXT, read_bytes
-from fairvar.methods import METHODS, FedAvg, Method
+from fairvar.methods import METHODS, FedAvg
 from fairvar.models import MODELS
 from fairvar.runs.select import Criterion
+from fairvar.system.files import MOST_TEXT, read_bytes
+from fairvar.validation import Checked, Count, Fraction, Share, check_component, reason
 
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-# Where a run happens does not change what it is.
-NOT_IN_FINGERPRINT = ("name", "data.root", "model.weights", "train.device", "train.chunk",
-                      "train.capture", "select")  # fmt: skip
 MOST_DOTS, MOST_LEVELS = 1000, 20  # in a line of TOML; of sections within sections
-# Keys that came later. With these values a run is what it was before, and keeps its name.
-SINCE_THEN = {"train.precision": "full"}
 EXAMPLE = "`fairvar example > quick.toml` writes one to start from"
 
 
 class DataConfig(Checked, frozen=True, kw_only=True):
-    """The data set and how each client's part is split. The seed here draws the partition only."""
+    """The data set and how each client's part is split. This seed draws the partition only."""
 
     __where__: ClassVar[str | None] = "data"
 
@@ -52,7 +45,7 @@ class DataConfig(Checked, frozen=True, kw_only=True):
     pool_samples: Count = 200
     fraction: Share = 1.0
     samples: Count | None = None
-    root: str | None = None  # where the files lie; FAIRVAR_DATA otherwise
+    root: str | None = None  # folder of the files; FAIRVAR_DATA by default
 
     def check(self) -> None:
         if self.name not in DATASET_NAMES:
@@ -70,7 +63,7 @@ class ModelConfig(Checked, frozen=True, kw_only=True):
     def check(self) -> None:
         if (self.weights is None) != (self.weights_sha256 is None):
             raise BadInput(
-                "model.weights and model.weights_sha256 go together: a file and what it is"
+                "model.weights and model.weights_sha256 go together: a file and its checksum"
             )
         if self.weights_sha256 is not None:
             msgspec.structs.force_setattr(self, "weights_sha256", self.weights_sha256.lower())
@@ -81,8 +74,8 @@ class ModelConfig(Checked, frozen=True, kw_only=True):
 
 
 class Config(Checked, frozen=True, kw_only=True):
-    """One run. `protocol` "boxes": one local step, as the algorithms are written; "tables": one
-    local epoch and the client's own model, as the paper's tables were most likely made."""
+    """One run. Protocol "boxes": one local step, as in the paper's algorithms; "tables": one local
+    epoch and local models, as the paper's tables were most likely made."""
 
     name: str = "run"
     protocol: Literal["boxes", "tables"] = "boxes"
@@ -95,12 +88,15 @@ class Config(Checked, frozen=True, kw_only=True):
     select: Criterion = Criterion()
 
     def check(self) -> None:
-        check_component("name", self.name)  # `fairvar sweep` writes into runs/NAME
+        check_component("name", self.name)  # `fairvar sweep` writes to runs/NAME
 
     @staticmethod
     def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
         """Read a TOML file, apply `key=value` overrides, check everything."""
-        return Config.from_dict(_single(merge_overrides(read_toml(Path(path)), overrides)))
+        values = merge_overrides(read_toml(Path(path)), overrides)
+        for section in {"sweep", "scale"} & values.keys():
+            raise BadInput(f"[{section}] describes many runs; use `fairvar sweep` for this file")
+        return Config.from_dict(values)
 
     @staticmethod
     def from_toml(text: str) -> Config:
@@ -115,8 +111,9 @@ class Config(Checked, frozen=True, kw_only=True):
             if "local_steps" not in train:
                 train.setdefault("local_epochs", 1)
             values.setdefault("select", {}).setdefault("model", "local")
+        methods: Any = reduce(or_, METHODS.values())
         try:
-            method = msgspec.convert(values.get("method", {"name": "fedavg"}), _union(METHODS))
+            method = msgspec.convert(values.get("method", {"name": "fedavg"}), methods)
         except msgspec.ValidationError as error:
             raise located(error, values["method"], "method") from None
         try:
@@ -125,48 +122,11 @@ class Config(Checked, frozen=True, kw_only=True):
             raise located(error, values) from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values with all defaults filled in; None, which TOML lacks, left out."""
+        """Plain values with all defaults, without None, which TOML lacks."""
         return _without_none(msgspec.to_builtins(self, builtin_types=()))
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.to_dict())
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the canonical form: the same for the same computation on any machine."""
-        try:
-            hash(self)
-        except TypeError:  # a method of one's own may hold a list
-            return _fingerprint.__wrapped__(self)
-        return _fingerprint(self)
-
-
-@lru_cache(maxsize=100_000)  # a sweep asks for its thousands of folders again and again
-def _fingerprint(config: Config) -> str:
-    text = json.dumps(deciding_values(config), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def deciding_values(config: Config) -> dict[str, Any]:
-    """The settings that decide what a run computes, in canonical form."""
-    values = config.to_dict()
-    for dotted in (*NOT_IN_FINGERPRINT, *SINCE_THEN):
-        *path, last = dotted.split(".")
-        section = reduce(lambda d, k: d.get(k, {}), path, values)
-        if section.get(last) == SINCE_THEN.get(dotted, section.get(last)):
-            section.pop(last, None)
-    return dict(_canonical(values))
-
-
-def _single(values: dict[str, Any]) -> dict[str, Any]:
-    for section in ("sweep", "scale"):
-        if section in values:
-            raise BadInput(f"[{section}] describes many runs; use `fairvar sweep` for this file")
-    return values
-
-
-def _union(kinds: Mapping[str, type[Method]]) -> Any:
-    return reduce(or_, kinds.values())
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -174,7 +134,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         return parse_toml(read_bytes(path, MOST_TEXT).decode(), str(path))
     except FileNotFoundError:
         raise BadInput(f"{path} does not exist; give a TOML file: {EXAMPLE}") from None
-    except (OSError, ValueError) as error:  # no UTF-8, or a path with a NUL byte
+    except (OSError, ValueError) as error:  # not UTF-8, or a path with a NUL byte
         why = getattr(error, "strerror", None) or error
         raise BadInput(f"{path} cannot be read as text: {why}; give a TOML file") from None
 
@@ -189,7 +149,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 
 def _loads(text: str) -> dict[str, Any]:
-    """tomllib takes the square of the number of dots in a key."""
+    """The time of tomllib is quadratic in the number of dots in a key."""
     if any(line.count(".") > MOST_DOTS for line in text.splitlines()):
         raise ValueError(f"a line has more than {MOST_DOTS} dots; use several lines")
     values = tomllib.loads(text)
@@ -199,7 +159,7 @@ def _loads(text: str) -> dict[str, Any]:
 
 
 def _depth(value: Any) -> int:
-    """How many sections and lists lie within each other, up to one more than are allowed."""
+    """The depth of nested sections and lists, counted up to one more than is allowed."""
     level, found = [value], 0
     while level and found <= MOST_LEVELS:
         parts = [
@@ -210,9 +170,9 @@ def _depth(value: Any) -> int:
 
 
 def merge_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`train.lr=0.5` sets values["train"]["lr"]; the right side is TOML, or else a string.
+    """`train.lr=0.5` sets values["train"]["lr"]; the right side is TOML, or otherwise a string.
 
-    Another method name or partition name drops the options of the one that it replaces.
+    Another name of a method or partition drops the options of the former one.
     """
     for text in overrides:
         key, sign, right = text.partition("=")
@@ -225,7 +185,7 @@ def merge_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
 
 
 def assign(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set what a dotted key names, making the sections on the way."""
+    """Set the value of a dotted key; missing sections are created."""
     *path, last = key.split(".")
     if len(path) > MOST_LEVELS:
         raise BadInput(f"override {key[:80]}… has more than {MOST_LEVELS} levels")
@@ -249,7 +209,7 @@ def _value(text: str) -> Any:
 
 
 def _check_keys(values: Mapping[str, Any]) -> None:
-    """Every key must be known; the nearest one is suggested."""
+    """Refuse unknown keys of all sections."""
     sections = _fields(Config)
     refuse_unknown(values, sections, "")
     for name in ("method", "partition"):
@@ -262,7 +222,7 @@ def _check_keys(values: Mapping[str, Any]) -> None:
 
 
 def _check_tagged(values: Mapping[str, Any], name: str) -> None:
-    """Sections whose `name` decides which keys they may have."""
+    """Refuse unknown keys of sections whose `name` decides which keys they have."""
     if name not in values:
         return
     kinds: dict[str, Any] = dict(METHODS)
@@ -276,8 +236,9 @@ def _check_tagged(values: Mapping[str, Any], name: str) -> None:
     refuse_unknown(section, {"name": str} | _fields(kinds[section["name"]]), name)
 
 
-@lru_cache(maxsize=200)  # msgspec evaluates all annotations anew; a sweep asks for each run
+@lru_cache(maxsize=200)
 def _fields(kind: Any) -> dict[str, Any]:
+    """Cached, because msgspec evaluates annotations at every call."""
     return {f.name: f.type for f in msgspec.structs.fields(kind)}
 
 
@@ -290,20 +251,23 @@ def refuse_unknown(section: Mapping[str, Any], known: Mapping[str, Any], where: 
 
 
 def _elsewhere(key: str, where: str) -> str:
-    """A hint at the sections that do have the key."""
+    """A hint at the sections that have the key."""
     method = "sweep.method.NAME" if where == "sweep" else "method"
-    homes: list[tuple[str, Any]] = [(name, kind) for name, kind in _fields(Config).items()]
-    homes += [(method, kind) for kind in METHODS.values()]
-    homes += [("partition", kind) for kind in get_args(Partition)]
-    checked = [(name, kind) for name, kind in homes if isinstance(kind, type(Checked))]
-    places = dict.fromkeys(f"{name}.{key}" for name, kind in checked if key in _fields(kind))
+    places = dict.fromkeys(f"{n}.{key}" for n, kind in _structs(method) if key in _fields(kind))
     if where == "sweep" and key in ("q", "lambda", "gamma"):
         places = {"sweep.strength": None}
     return f"did you mean {' or '.join(places)}? " if places else ""
 
 
+def _structs(method: str = "method") -> list[tuple[str, Any]]:
+    """Name and struct of all sections, methods and partitions."""
+    found = [*_fields(Config).items(), *((method, kind) for kind in METHODS.values())]
+    found += [("partition", kind) for kind in get_args(Partition)]
+    return [(name, kind) for name, kind in found if isinstance(kind, type(Checked))]
+
+
 def located(error: msgspec.ValidationError, values: Any, prefix: str = "") -> BadInput:
-    """msgspec's message with the key and its value in front; our own messages name it already."""
+    """msgspec's message after the key and its value; messages of `BadInput` have both already."""
     if isinstance(error.__cause__, BadInput):
         return error.__cause__
     path = str(error).rpartition(" - at `$")[2].rstrip("`") if " - at `$" in str(error) else ""
@@ -318,10 +282,9 @@ def located(error: msgspec.ValidationError, values: Any, prefix: str = "") -> Ba
 
 
 def _kind(where: str) -> Any:
-    """The type of the field that a dotted path names, if it has a fixed list of values."""
-    kinds = [Config, *METHODS.values(), *get_args(Partition), *_fields(Config).values()]
+    """The type of the field of a dotted path."""
     key = where.rsplit(".", 1)[-1].split("[")[0]
-    fields = [_fields(k) for k in kinds if isinstance(k, type) and issubclass(k, Checked)]
+    fields = [_fields(Config), *(_fields(kind) for _, kind in _structs())]
     return reduce(or_, [f[key] for f in fields if key in f], None)
 
 
@@ -329,12 +292,3 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _without_none(v) for k, v in value.items() if v is not None}
     return list(value) if isinstance(value, tuple) else value
-
-
-def _canonical(value: Any) -> Any:
-    """Floats by their bits, so that no formatting rule can change a fingerprint."""
-    if isinstance(value, dict):
-        return {k: _canonical(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_canonical(v) for v in value]
-    return (value + 0.0).hex() if isinstance(value, float) else value  # −0.0 is 0.0

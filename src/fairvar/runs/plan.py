@@ -1,8 +1,8 @@
 """`Plan`: a sweep file expanded into single configurations.
 
-A sweep file is a configuration with two more sections. `[sweep]` holds the lists to combine;
-`[scale.NAME]` holds overrides, such as `"train.rounds" = 100`, that give the same shape at another
-cost (`--scale NAME`).
+A sweep file is a configuration with two more sections. `[sweep]` holds the lists to combine.
+`[scale.NAME]` holds overrides, such as `"train.rounds" = 100`, for a cheaper or larger sweep of the
+same form (`--scale NAME`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec.structs import replace
 
-from fairvar.validation import Checked, Count, NonNegative, Positive
-from fairvar.runs.config import Config, assign, located, merge_overrides, read_toml, refuse_unknown
 from fairvar.data import Dirichlet, Partition
 from fairvar.errors import BadInput, shown, unknown
 from fairvar.methods import METHODS, Method
+from fairvar.runs.config import Config, assign, located, merge_overrides, read_toml, refuse_unknown
+from fairvar.runs.identity import fingerprint
 from fairvar.runs.select import Criterion
+from fairvar.validation import Checked, Count, NonNegative, Positive
 
 PAPER_METHODS = ("fedavg", "afl", "qffl", "aaggff", "fairloss", "fairloss*", "fairgrad",
                  "fairgrad*")  # fmt: skip
@@ -32,8 +33,8 @@ Options = dict[str, Any]
 
 
 class SweepSettings(Checked, frozen=True, kw_only=True):
-    """The lists of a grid. Each method takes those that it knows: `strength` is λ of FairLoss, γ of
-    FairGrad and q of q-FFL; `step` is AFL's, `cdf` AAggFF's. `[sweep.method.NAME]` replaces lists
+    """The lists of a grid. Each method uses those that it has: `strength` is λ of FairLoss, γ of
+    FairGrad and q of q-FFL; AFL has `step`, AAggFF has `cdf`. `[sweep.method.NAME]` replaces lists
     for one method, or fixes any of its options. A star marks the exact variant ("fairgrad*")."""
 
     __where__: ClassVar[str | None] = "sweep"
@@ -64,7 +65,7 @@ class SweepSettings(Checked, frozen=True, kw_only=True):
 
     @property
     def runs(self) -> int:
-        """How many runs the grid has, without making them."""
+        """The number of runs of the grid."""
         each = (prod(map(len, self.axes(name)[1].values())) for name in self.methods)
         return len(self.seed_list) * max(1, len(self.alpha)) * sum(each)
 
@@ -147,7 +148,7 @@ class Plan:
 def federations(
     path: Path, overrides: Sequence[str] = (), scale: str | None = None
 ) -> tuple[bool, dict[str, Config]]:
-    """Whether a file is a sweep, and one configuration for each of its federations, by name."""
+    """Whether a file is a sweep, and one configuration for each federation, by name."""
     several = scale is not None or "sweep" in merge_overrides(read_toml(path), overrides)
     if not several:
         return False, {"partition": Config.load(path, overrides)}
@@ -160,20 +161,20 @@ def federations(
 
 
 def differences(cells: Sequence[Config]) -> list[dict[str, Any]]:
-    """What to know each run by: its method with the knob, lr, alpha and seed, and any other option
-    of a method that is not the same in all runs."""
+    """What distinguishes each run: method, knob, lr, alpha and seed, and other options of methods
+    that are not the same in all runs."""
     options = [cell.to_dict()["method"] for cell in cells]
     seen: dict[str, set[str]] = {}
     for each in options:
         for key, value in each.items():
             seen.setdefault(key, set()).add(str(value))
-    told = [key for key in seen if key not in ("name", "exact") and len(seen[key]) > 1]
+    varying = [key for key in seen if key not in ("name", "exact") and len(seen[key]) > 1]
     rows = []
     for cell, each in zip(cells, options, strict=True):
         alpha = getattr(cell.partition, "alpha", None)
-        keys = dict.fromkeys([cell.method.fairness_knob, *told])
+        keys = dict.fromkeys([cell.method.fairness_knob, *varying])
         rows.append({
-            "run": cell.fingerprint[:16], "method": cell.method.label,
+            "run": fingerprint(cell)[:16], "method": cell.method.label,
             **{key: each[key] for key in keys if key in each}, "lr": cell.train.lr,
             **({} if alpha is None else {"alpha": alpha}), "seed": cell.train.seed,
         })  # fmt: skip
@@ -181,7 +182,7 @@ def differences(cells: Sequence[Config]) -> list[dict[str, Any]]:
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values; `train.rounds` means the same with and without quotes."""
+    """Dotted keys and values; `train.rounds` may be written with or without quotes."""
     for key, value in section.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
@@ -190,7 +191,7 @@ def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _expand(first: Config, settings: SweepSettings) -> Iterator[Config]:
-    """Seeds outermost: an unfinished sweep then has whole grids for fewer seeds."""
+    """All runs, seeds outermost: an unfinished sweep then has complete grids for fewer seeds."""
     methods = {name: list(_method_axis(settings, name)) for name in settings.methods}
     partitions: list[Partition] = [_with_alpha(first, alpha) for alpha in settings.alpha]
     partitions = partitions or [first.partition]

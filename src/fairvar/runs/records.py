@@ -1,8 +1,8 @@
-"""What stored records hold, as one schema each, checked whenever one is read.
+"""Schemas of stored JSON records, checked whenever one is read.
 
-A seal tells that a record is as it was written. It is no signature: whoever changes a record can
-seal it again. So fields have types and bounds here, and what two places say must agree. Fields that
-are not listed are ignored, so that later versions can add some; a new optional field is one line.
+A seal shows that a record was not damaged. It is not a signature: anybody can change a record and
+seal it again. So fields have types and bounds, and two records of one fact must agree. Fields that
+are not listed are ignored, so that later versions can add some.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Provenance(Record, frozen=True, kw_only=True):
-    """`birth`: where a run was computed, with what, for how long."""
+    """`birth`: where a run was computed, with which versions, for how long."""
 
     fairvar: Text
     torch: Text
@@ -61,8 +61,8 @@ class Normalisation(Record, frozen=True, kw_only=True):
 
 
 class Partition(Record, frozen=True, kw_only=True):
-    """`passport`: how the samples were divided among the clients. Of data that stay at their nodes
-    only their name and the number of clients are known."""
+    """`passport`: how the samples were divided among the clients. If the data are at nodes, only
+    their name and the number of clients are known."""
 
     dataset: Text | None = None
     clients: Positive | None = None
@@ -93,12 +93,10 @@ class Partition(Record, frozen=True, kw_only=True):
         if self.clients is not None and set(known.values()) - {self.clients}:
             raise ValueError(f"it has {self.clients} clients, but {known}")
         if self.sizes is not None and self.split_sizes is not None:
-            own = (
-                self.split_sizes
-                if self.holdout == "split"
-                else {"": self.split_sizes.get("train", [])}
-            )
-            if [sum(parts) for parts in zip(*own.values(), strict=True)] != self.sizes:
+            own = [self.split_sizes.get("train", [])]  # other splits come from a pool
+            if self.holdout == "split":
+                own = list(self.split_sizes.values())
+            if [sum(parts) for parts in zip(*own, strict=True)] != self.sizes:
                 raise ValueError("split_sizes do not add up to sizes")
 
 
@@ -111,7 +109,7 @@ class FederationRecord(Partition, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len({len(row) for row in self.class_counts}) != 1 or not self.class_counts[0]:
-            raise ValueError("class_counts is no table")
+            raise ValueError("class_counts is not a table")
         if self.clients not in (None, len(self.class_counts)):
             raise ValueError(f"class_counts has {len(self.class_counts)} rows")
         train = (self.split_sizes or {}).get("train")
@@ -120,7 +118,7 @@ class FederationRecord(Partition, frozen=True, kw_only=True):
 
 
 class Manifest(Record, frozen=True, kw_only=True):
-    """What all manifests have."""
+    """The fields of all manifests."""
 
     sha256: dict[FileName, Sha256]
     method: Annotated[str, Meta(max_length=1000)]  # a label of any form, also of a plugin
@@ -154,7 +152,7 @@ class RunManifest(Manifest, frozen=True, kw_only=True):
 
 
 class SummaryManifest(Manifest, frozen=True, kw_only=True):
-    """Of a configuration of which validation curves alone were kept."""
+    """Of a configuration of which only validation curves were kept."""
 
     diverged: bool
     last: dict[Model, tuple[float, float]]
@@ -208,7 +206,7 @@ def check(facts: Mapping[str, Any], kind: type[R]) -> R:
 
 
 def agree(where: object, **pairs: tuple[object, object]) -> None:
-    """Two records must say the same of each fact."""
+    """Raise unless both values of each fact are equal."""
     for fact, (one, other) in pairs.items():
         if one != other:
             raise IntegrityError(

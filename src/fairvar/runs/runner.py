@@ -1,11 +1,13 @@
-"""From a `Config` to a stored run: compute what is missing, continue what was interrupted."""
+"""Compute runs: from configurations to histories and the files that are stored of them.
+
+Nothing here decides which runs are computed, or writes results: `batch.py` does.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,50 +16,32 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import torch
-from filelock import Timeout
 from jaxtyping import Int64
 from torch import nn
 
-from fairvar.runs.serialize import (
-    pack_checkpoint,
-    pack_history,
-    pack_state,
-    unpack_checkpoint,
-)
-from fairvar.runs.config import Config
 from fairvar.data import load_federation
-from fairvar.engine.state import DoesNotFit
-from fairvar.engine.train import Checkpoint, run_rounds
-from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
 from fairvar.data.federation import Federation
+from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.history import History
+from fairvar.engine.state import DoesNotFit
+from fairvar.engine.train import Checkpoint, prepare, run_rounds
+from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
+from fairvar.models import build, load_weights
+from fairvar.runs import store
+from fairvar.runs.config import Config
 from fairvar.runs.identity import (
     RECORD,
     Identity,
     checkpoint_key,
     data_sha256,
+    fingerprint,
     identity_of,
     recorded_identity,
 )
-from fairvar.models import build, load_weights
 from fairvar.runs.records import RunManifest
-from fairvar.runs.store import (
-    LOCKS,
-    MANIFEST,
-    drop_checkpoints,
-    is_complete,
-    lock_of,
-    no_link,
-    open_seal,
-    read_checkpoints,
-    read_manifest,
-    save_files,
-    seal,
-    with_manifest,
-    write_bytes,
-    write_checkpoint,
-)
+from fairvar.runs.serialize import pack_checkpoint, pack_history, pack_state, unpack_checkpoint
 from fairvar.runs.stored import Deployed, final_scores
+from fairvar.system.files import write_bytes
 
 SECONDS_BETWEEN_CHECKPOINTS = 10.0
 TIME_FOR_CHECKPOINTS = 0.05  # at most this share of a computation
@@ -66,27 +50,27 @@ T = TypeVar("T")
 
 
 class Interrupted(FairvarError):
-    """Someone asked to stop; the same command continues."""
+    """A user or the system asked to stop; the same command continues."""
 
     exit_code = 130
 
 
 @dataclass(frozen=True)
 class Watch:
-    """How a long computation talks to whoever started it."""
+    """Callbacks of a long computation."""
 
     progress: Callable[[int, int], None] = lambda done, total: None
     stopping: Callable[[], bool] = lambda: False
-    save_every: int | None = None  # rounds; besides, every ten seconds
+    save_every: int | None = None  # rounds between checkpoints, in addition to every ten seconds
 
 
 def run_folder(config: Config, out: Path) -> Path:
-    """Of the run that this configuration means with the data and the code that are here now."""
+    """The folder of the run that this configuration gives with the present data and code."""
     return out / identity_of(config).name
 
 
 def missing(cells: Sequence[Config], out: Path) -> list[Config]:
-    return [cell for cell in cells if not is_complete(run_folder(cell, out))]
+    return [cell for cell in cells if not store.is_complete(run_folder(cell, out))]
 
 
 def federation_of(config: Config) -> Federation:
@@ -95,19 +79,8 @@ def federation_of(config: Config) -> Federation:
 
 @lru_cache(maxsize=4)
 def _federation(data: Any, partition: Any, sha256: str | None) -> Federation:
-    found = load_federation(
-        data.name,
-        data.clients,
-        partition,
-        data.seed,
-        split=data.split,
-        holdout=data.holdout,
-        pool_samples=data.pool_samples,
-        fraction=data.fraction,
-        samples=data.samples,
-        root=data.root,
-    )
-    if found.passport.get("dataset_sha256") != sha256:
+    found = load_federation(partition=partition, **msgspec.structs.asdict(data))
+    if found.provenance.get("dataset_sha256") != sha256:
         raise RunFailed(f"the files of {data.name} were changed meanwhile; start the command again")
     return found
 
@@ -127,7 +100,7 @@ def initial_model(config: Config, shape: tuple[int, ...], classes: int) -> nn.Mo
 
 
 def start_note(config: Config) -> str | None:
-    """Where the model starts, for models that people expect to be pretrained."""
+    """Says which weights the model starts from, if users expect pretrained ones."""
     if config.model.weights_sha256 is not None:
         return f"{config.model.name} starts from weights {config.model.weights_sha256[:12]}"
     if config.model.name == "mobilenet_v2":
@@ -135,42 +108,99 @@ def start_note(config: Config) -> str | None:
     return None
 
 
-def compute(config: Config, folder: Path, watch: Watch) -> History:
-    """Train, continuing from the newest checkpoint in the folder that is this run's."""
-    torch.set_num_threads(config.train.threads)
-    key = checkpoint_key(identity_of(config))
+def train_runs(
+    cells: Sequence[Config],
+    starts: Sequence[Checkpoint] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    keep: Callable[[int, Callable[[], list[Checkpoint]]], None] | None = None,
+) -> list[History]:
+    """Train runs from the beginning or from checkpoints; several of them train as one batch.
 
-    def write(number: int, checkpoint: Checkpoint) -> None:
-        write_checkpoint(folder, number, pack_checkpoint(checkpoint, key))
+    `keep(rounds, make)` is called after every round; `make()` returns a checkpoint of each run.
+    """
+    first = cells[0]
+    torch.set_num_threads(first.train.threads)
+    data, loss, when = federation_of(first), first.model.loss, first.evaluate
+    begin: Sequence[Checkpoint | None] = starts or [None] * len(cells)
+    if len(cells) == 1:
 
-    def train(start: Checkpoint | None) -> History:
-        federation = federation_of(config)
-        return run_rounds(
-            model_of(config, federation),
-            federation,
-            config.method,
-            config.model.loss,
-            config.train,
-            config.evaluate,
-            start,
-            watch.progress,
-            keeper(watch, config.train.rounds, write),
-        )
+        def keep_one(done: int, make: Callable[[], Checkpoint]) -> None:
+            if keep is not None:
+                keep(done, lambda: [make()])
 
-    for start in sorted(checkpoints(folder, key), key=lambda c: -c.state.round):
+        model = model_of(first, data)
+        return [run_rounds(model, data, first.method, loss, first.train, when, begin[0], progress,
+                           keep_one)]  # fmt: skip
+    members = [
+        Member(model_of(cell, data), cell.method, cell.train, start)
+        for cell, start in zip(cells, begin, strict=True)
+    ]
+    return train_grid(members, data, loss, when, progress, keep)
+
+
+def compute(cells: Sequence[Config], home: Path, watch: Watch) -> list[History]:
+    """Train these runs, resuming from the newest checkpoint in the folder `home` that is theirs."""
+    names = [identity_of(cell).name for cell in cells]
+    keys = [checkpoint_key(identity_of(cell)) for cell in cells]
+    several = len(cells) > 1
+
+    def write(number: int, made: list[Checkpoint]) -> None:
+        packed = dict(zip(names, map(pack_checkpoint, made, keys), strict=True))
+        payload = store.pack_files(packed) if several else packed[names[0]]
+        store.write_checkpoint(home, number, payload)
+
+    keep = keeper(watch, cells[0].train.rounds, write)
+    for starts in _checkpoints(home, names, keys):
         try:
-            return train(start)
-        except DoesNotFit as error:
-            pass_over(folder, error)
-    return train(None)
+            return train_runs(cells, starts, watch.progress, keep)
+        except BadInput as error:
+            if not several and not isinstance(error, DoesNotFit):
+                raise
+            _pass_over(home, error)
+    try:
+        return train_runs(cells, None, watch.progress, keep)
+    except BadInput as error:
+        raise (_blame(cells, error) if several else error) from None
+
+
+def _checkpoints(
+    home: Path, names: Sequence[str], keys: Sequence[Mapping[str, str]]
+) -> list[list[Checkpoint]]:
+    """Checkpoints of exactly these runs, newest first. Those of other runs, or of other versions of
+    fairvar or torch, would lead to other bytes: the runs then start from the beginning."""
+    found: list[list[Checkpoint]] = []
+    for payload in store.read_checkpoints(home):
+        packed = {names[0]: payload} if len(names) == 1 else store.unpack_files(payload)
+        try:
+            parts = (packed.get(name, b"") for name in names)
+            found.append(list(map(unpack_checkpoint, parts, keys)))
+        except IntegrityError as error:
+            _pass_over(home, error)
+    return sorted(found, key=lambda made: -max(c.state.round for c in made))
+
+
+def _pass_over(home: Path, error: FairvarError) -> None:
+    print(f"fairvar: a checkpoint in {home} is not continued: {error}", file=sys.stderr)
+
+
+def _blame(cells: Sequence[Config], error: BadInput) -> BadInput:
+    """The error with the name of the run that caused it."""
+    data = federation_of(cells[0])
+    for cell in cells:
+        try:
+            prepare(model_of(cell, data), data, cell.method, cell.model.loss, cell.train)
+        except BadInput as own:
+            numbers = "".join(f", {k} {v:g}" for k, v in cell.method.numbers.items())
+            train = f"lr {cell.train.lr:g}, seed {cell.train.seed}"
+            return BadInput(f"{cell.method.label}{numbers}, {train}: {own}")
+    return error
 
 
 def keeper(
     watch: Watch, rounds: int, write: Callable[[int, T], None]
 ) -> Callable[[int, Callable[[], T]], None]:
-    """What the round loop asks after every round: shall it save, shall it stop?
-
-    It saves now and then, later if writing is slow, and always before it stops."""
+    """A function for the round loop to call after every round. It writes a checkpoint every ten
+    seconds (less often where writing is slow), and before it stops the loop with `Interrupted`."""
     count, due = 0, time.monotonic() + SECONDS_BETWEEN_CHECKPOINTS
 
     def keep(done: int, make: Callable[[], T]) -> None:
@@ -189,62 +219,6 @@ def keeper(
     return keep
 
 
-def checkpoints(folder: Path, key: Mapping[str, str]) -> Iterator[Checkpoint]:
-    """Those that say that they are of this run. Another one, or one of another version of fairvar
-    or torch, would give bytes that no run has: the run starts from the beginning."""
-    for payload in read_checkpoints(folder):
-        try:
-            yield unpack_checkpoint(payload, key)
-        except IntegrityError as error:
-            pass_over(folder, error)
-
-
-def pass_over(folder: Path, error: FairvarError) -> None:
-    print(f"fairvar: a checkpoint in {folder} is not continued: {error}", file=sys.stderr)
-
-
-def run_cell(config: Config, out: Path, watch: Watch) -> dict[str, Any] | None:
-    """Compute and store one run unless it is there already; None if another process has it."""
-    folder = run_folder(config, out)
-    if not is_complete(folder):
-        try:
-            with lock_of(folder):
-                if not is_complete(folder):
-                    folder.mkdir(parents=True, exist_ok=True)
-                    history = compute(config, folder, watch)
-                    save_run(folder, config, history)
-        except Timeout:
-            return None
-        except BadInput:
-            leave_nothing([folder], out)
-            raise
-        except OSError as error:
-            raise RunFailed(f"cannot work in {folder}: {error.strerror or error}") from None
-    manifest = read_manifest(folder)
-    if manifest is not None and recorded_identity(manifest, config) != identity_of(config):
-        raise IntegrityError(f"{folder} holds another run than its name says; delete it")
-    return manifest
-
-
-def leave_nothing(folders: Sequence[Path], out: Path) -> None:
-    """Bad input writes nothing: take back the empty folders and the locks."""
-    for folder in folders:
-        (out / LOCKS / folder.name).unlink(missing_ok=True)
-    for empty in (*folders, out / LOCKS, out):
-        with suppress(OSError):
-            empty.rmdir()
-
-
-def save_run(folder: Path, config: Config, history: History) -> None:
-    record_federation(folder.parent, federation_of(config))
-    store_run(folder, run_files(config, history))
-
-
-def store_run(folder: Path, files: Mapping[str, bytes]) -> None:
-    save_files(folder, files)
-    drop_checkpoints(folder)
-
-
 def run_files(
     config: Config,
     history: History,
@@ -254,47 +228,62 @@ def run_files(
     group: Sequence[str] = (),
     deployed: Deployed | None = None,
 ) -> dict[str, bytes]:
-    """All that is kept of a run, as the files of its folder. `passport` and `identity`: of data
-    that are not here (nodes keep them); `more` files to seal; `group`: who trained together;
-    `deployed`: what is known of a run whose clients were not simulated."""
+    """The files of a run's folder.
+
+    passport, identity: given if the data are at other machines.
+    more: further files that the manifest lists.
+    group: names of the runs that trained in one batch.
+    deployed: facts about a run whose clients were not simulated.
+    """
     files = {
         **(more or {}),
         "config.toml": config.to_toml().encode(),
         "history.safetensors": pack_history(history),
         "state.safetensors": pack_state(history.state),
     }
-    if passport is None:
-        passport = federation_of(config).passport
-    facts = _facts(config, history, passport)
-    facts[RECORD] = msgspec.to_builtins(identity or identity_of(config))
-    if group:
-        facts["group"] = list(group)
-    if deployed is not None:
-        facts["deployed"] = msgspec.to_builtins(deployed)
-    return with_manifest(files, facts)
+    facts: dict[str, Any] = {
+        "name": config.name,
+        "fingerprint": fingerprint(config),
+        RECORD: msgspec.to_builtins(identity or identity_of(config)),
+        "method": config.method.label,
+        "protocol": config.protocol,
+        "starts_from": config.model.weights_sha256 or "scratch",
+        "rounds": history.rounds,
+        "diverged_at": history.diverged_at,
+        "passport": dict(federation_of(config).provenance if passport is None else passport),
+        "exchanges_per_client": history.exchanges,
+        "bytes_down_per_client": history.bytes_down,
+        "bytes_up_per_client": history.bytes_up,
+        "result": final_scores(history),
+        "birth": dict(history.birth),
+    }
+    facts |= {"group": list(group)} if group else {}
+    facts |= {} if deployed is None else {"deployed": msgspec.to_builtins(deployed)}
+    return store.with_manifest(files, facts)
 
 
 def holds_run(files: Mapping[str, bytes], identity: Identity) -> bool:
-    """Whether these are the files of this run, as `run_files` makes them."""
+    """Whether these are the files that `run_files` makes of this run."""
     try:
-        manifest = open_seal(files[MANIFEST], RunManifest)
+        manifest = store.open_seal(files[store.MANIFEST], RunManifest)
         config = Config.from_toml(files["config.toml"].decode())
         found = recorded_identity(manifest, config)
     except (KeyError, ValueError, FairvarError):
         return False
-    if found != identity or files.keys() != {*RUN_FILES, MANIFEST}:
+    if found != identity or files.keys() != {*RUN_FILES, store.MANIFEST}:
         return False
     facts = {name: fact for name, fact in manifest.items() if name != "sha256"}
-    return with_manifest({n: files[n] for n in RUN_FILES}, facts)[MANIFEST] == files[MANIFEST]
+    again = store.with_manifest({name: files[name] for name in RUN_FILES}, facts)
+    return again[store.MANIFEST] == files[store.MANIFEST]
 
 
 def record_federation(out: Path, federation: Federation) -> None:
-    """Who holds what, once per partition, so that a report can draw it without the data."""
-    folder = no_link(out / "federations")
-    path = folder / f"{federation.passport.get('sha256', 'unknown')[:16]}.json"
+    """Store the class counts of a partition once, so that reports can draw it without the data."""
+    folder = store.no_link(out / "federations")
+    path = folder / f"{federation.provenance.get('sha256', 'unknown')[:16]}.json"
     if federation.classes is not None and not path.exists():
-        facts = {"class_counts": class_counts(federation).tolist(), **federation.passport}
-        write_bytes(path, seal(facts))
+        facts = {"class_counts": class_counts(federation).tolist(), **federation.provenance}
+        write_bytes(path, store.seal(facts))
 
 
 def class_counts(federation: Federation) -> Int64[np.ndarray, "n classes"]:
@@ -303,21 +292,3 @@ def class_counts(federation: Federation) -> Int64[np.ndarray, "n classes"]:
     cells = (split.client * classes + split.y).cpu().numpy()
     counts = np.bincount(cells, minlength=federation.clients * classes)
     return counts.reshape(federation.clients, classes)
-
-
-def _facts(config: Config, history: History, passport: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "name": config.name,
-        "fingerprint": config.fingerprint,
-        "method": config.method.label,
-        "protocol": config.protocol,
-        "starts_from": config.model.weights_sha256 or "scratch",
-        "rounds": history.rounds,
-        "diverged_at": history.diverged_at,
-        "passport": dict(passport),
-        "exchanges_per_client": history.exchanges,
-        "bytes_down_per_client": history.bytes_down,
-        "bytes_up_per_client": history.bytes_up,
-        "result": final_scores(history),
-        "birth": dict(history.birth),
-    }

@@ -1,6 +1,6 @@
 """Choosing hyper-parameters and the round on validation data.
 
-Selection gets `Validation` records, which hold no test numbers: it cannot look at them.
+Selection gets `Validation` records, which hold no test numbers, so it cannot depend on them.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
-from fairvar.validation import Checked, Count, NonNegative
 from fairvar.errors import BadInput
 from fairvar.metrics import mean_and_variance
+from fairvar.validation import Checked, Count, NonNegative
 
 
 class Criterion(Checked, frozen=True, kw_only=True):
     """Score of a round: mean accuracy − t·√(variance over clients / m), both averaged over seeds.
 
     The paper's rule with t = 1.96 and m = the number of seeds. It divides a variance over clients
-    by a number of seeds, so it is a heuristic and no confidence bound; `m` lets you say otherwise.
+    by a number of seeds, so it is a heuristic and not a confidence bound; `m` replaces the divisor.
     `unit = "mixed"` is percent accuracy with the paper's ×100 variance: a ten times weaker penalty
-    that ranks differently. The other units rank alike.
+    that ranks differently.
     """
 
     __where__: ClassVar[str | None] = "select"
@@ -34,7 +34,7 @@ class Criterion(Checked, frozen=True, kw_only=True):
     model: Literal["global", "local"] = "global"
 
     def score(self, curve: Curve, seeds: int) -> Float64[np.ndarray, " rounds"]:
-        """One score per evaluated round. A single client differs from nobody: no penalty."""
+        """One score per evaluated round. A single client has no variance and no penalty."""
         penalty = self.t * np.sqrt(np.nan_to_num(curve.variance) / (self.m or seeds))
         return curve.mean - penalty * (0.1 if self.unit == "mixed" else 1.0)
 
@@ -55,7 +55,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Validation:
-    """What selection may see of one configuration: all its seeds on validation data."""
+    """All that selection sees of one configuration: its seeds on validation data."""
 
     rounds: Sequence[int]  # evaluated rounds, the same for all seeds
     curve: Curve | None  # None: some seed diverged

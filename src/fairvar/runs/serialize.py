@@ -1,4 +1,4 @@
-"""States and histories as bytes (safetensors), for run folders, checkpoints and the wire."""
+"""States, checkpoints and histories as bytes in the safetensors format."""
 
 from __future__ import annotations
 
@@ -12,21 +12,31 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from fairvar.engine.history import History, Tables, history_from_tables
 from fairvar.engine.state import State
 from fairvar.engine.train import Checkpoint
 from fairvar.errors import IntegrityError
-from fairvar.engine.history import History, Tables, history_from_tables
 from fairvar.methods.base import Method
 from fairvar.tree import Tree
 
-NOT_MEASURED = -1  # instead of a count of right answers
+NOT_MEASURED = -1  # in place of a number of correct answers
 FIRST_LOSSES = 10  # evaluated rounds whose training losses condensed histories keep
-KINDS = {
-    "right": (torch.int16, torch.int32),
-    "samples": (torch.int64,),
-    "counters": (torch.int64,),
-    "gradient_variance": (torch.float64,),
-}  # of stored tables
+_FLOATS, _COUNTS = (torch.float32,), (torch.int64,)
+# By kind of stored table: its types, and what its dimensions count (o: observed rounds,
+# e: evaluated rounds, n: clients).
+TABLES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
+    "observed": (_COUNTS, "o"),
+    "loss": (_FLOATS, "on"),
+    "weights": (_FLOATS, "on"),
+    "ascended": (_FLOATS, "o"),
+    "evaluated": (_COUNTS, "e"),
+    "gradient_variance": ((torch.float64,), "e"),
+    "update_norm": (_FLOATS, "en"),
+    "right": ((torch.int16, torch.int32), "en"),
+    "evaluated_loss": (_FLOATS, "en"),
+    "samples": (_COUNTS, "n"),
+    "counters": (_COUNTS, "3"),
+}
 GROUPS = ("params", "buffers", "memory", "mean_gradient", "iterate")
 
 
@@ -66,7 +76,7 @@ def unpack_state(content: bytes) -> State:
 
 
 def pack_checkpoint(checkpoint: Checkpoint, key: Mapping[str, str] | None = None) -> bytes:
-    """`key`: of which run it is, and what it was made with (`identity.checkpoint_key`)."""
+    """`key` names the run and the versions that it was made with (`identity.checkpoint_key`)."""
     tables = {f"tables/{name}": table for name, table in (checkpoint.tables or {}).items()}
     return save({**state_tensors(checkpoint.state), **tables}, dict(key or {}))
 
@@ -91,14 +101,14 @@ def _of_another(part: str, found: str, wanted: str) -> str:
 
 
 def _metadata(content: bytes) -> dict[str, str]:
-    """The words in the header of a safetensors file that was loaded before."""
+    """The texts in the header of a safetensors file that was loaded before."""
     length = int.from_bytes(content[:8], "little")
     return dict(json.loads(content[8 : 8 + length]).get("__metadata__") or {})
 
 
 def pack_history(history: History) -> bytes:
-    """Everything at evaluated rounds; accuracies as exact counts of right answers, the rest of the
-    per-client tables as float32. (A grid has thousands of runs: all rounds would be gigabytes.)"""
+    """Evaluated rounds only, because a sweep has thousands of runs. Accuracies are stored as exact
+    numbers of correct answers, other tables per client as float32."""
     kept = torch.isin(history.observed + 1, history.evaluated)
     flat: Tables = {
         "observed": history.observed[kept],
@@ -123,8 +133,8 @@ def pack_history(history: History) -> bytes:
 
 
 def condensed_history(content: bytes) -> bytes:
-    """What reports need of a packed history, and the first training losses, by which others may
-    compare a run of their own, to three digits. Counts are as short as they can be."""
+    """The part of a packed history that reports need, and the first training losses to three
+    digits, so that others can compare their own run. Counts have as few bytes as possible."""
     flat = {k: v for k, v in load_tensors(content).items()
             if not k.startswith(("evaluated_loss/", "update_norm"))}  # fmt: skip
     for name, table in flat.items():
@@ -145,52 +155,32 @@ def unpack_history(
 
 
 def _check_tables(flat: Tables) -> None:
-    """Every table has the kind and shape that its name promises, and possible numbers."""
+    """Every table has the type and shape of its kind, and possible values."""
     (clients,) = flat["loss"].shape[1:]
-    seen, evaluated = (_increasing(flat, name) for name in ("observed", "evaluated"))
-    per_client = {"loss": seen, "weights": seen, "update_norm": evaluated}
-    shapes: dict[str, tuple[int, ...]] = {
-        name: (rows, clients) for name, rows in per_client.items()
-    }
-    shapes |= {"ascended": (seen,), "gradient_variance": (evaluated,), "counters": (3,)}
+    sizes = {"o": len(flat["observed"]), "e": len(flat["evaluated"]), "n": clients, "3": 3}
     for name, table in flat.items():
         kind, _, rest = name.partition("/")
+        if kind not in TABLES:
+            continue
+        types, dimensions = TABLES[kind]
+        shape = tuple(sizes[d] for d in dimensions)
+        if table.dtype not in types or table.shape != shape:
+            found = f"{table.dtype} of shape {tuple(table.shape)}"
+            raise ValueError(f"{name[:80]} holds {found}, not {types[0]} of shape {shape}")
+        least, most = torch.tensor(0 if kind in ("samples", "counters") else -torch.inf), None
         if kind in ("right", "evaluated_loss"):
             split, _, model = rest.partition("/")
             if model not in ("global", "local") or f"samples/{split}" not in flat:
-                raise ValueError(f"{name[:80]!r} is the name of no table")
-            shapes[name] = (evaluated, clients)
-        elif kind == "samples":
-            shapes[name] = (clients,)
-        if name in shapes and table.shape != shapes[name]:
-            raise ValueError(f"{name[:80]} has shape {tuple(table.shape)}, not {shapes[name]}")
-        floats = kind in ("loss", "weights", "ascended", "evaluated_loss", "update_norm")
-        _check_kind(name, table, (torch.float32,) if floats else KINDS.get(kind))
-        if kind == "samples" or name == "counters":
-            _check_range(name, table, torch.zeros((), dtype=torch.int64), None)
-        if kind == "right":
-            _check_range(name, table, torch.tensor(NOT_MEASURED), flat[f"samples/{split}"])
+                raise ValueError(f"{name[:80]!r} is not the name of a table")
+            if kind == "right":
+                least, most = torch.tensor(NOT_MEASURED), flat[f"samples/{split}"]
+        if bool((table < least).any()) or (most is not None and bool((table > most).any())):
+            raise ValueError(f"{name[:80]} holds an impossible count")
+    for name in ("observed", "evaluated"):
+        if bool((flat[name].diff() < 1).any()) or bool((flat[name] < 0).any()):
+            raise ValueError(f"{name} is not a column of increasing rounds")
     if bool(torch.isinf(flat["weights"]).any()):
         raise ValueError("weights holds infinity")
-
-
-def _increasing(flat: Tables, name: str) -> int:
-    """The length of a column of round numbers."""
-    table = flat[name]
-    _check_kind(name, table, (torch.int64,))
-    if table.dim() != 1 or bool((table.diff() < 1).any()) or bool((table < 0).any()):
-        raise ValueError(f"{name} is no column of increasing rounds")
-    return len(table)
-
-
-def _check_kind(name: str, table: Tensor, kinds: tuple[torch.dtype, ...] | None) -> None:
-    if kinds is not None and table.dtype not in kinds:
-        raise ValueError(f"{name[:80]} holds {table.dtype}")
-
-
-def _check_range(name: str, table: Tensor, least: Tensor, most: Tensor | None) -> None:
-    if bool((table < least).any()) or (most is not None and bool((table > most).any())):
-        raise ValueError(f"{name[:80]} holds an impossible count")
 
 
 def _history(flat: Tables, state: State, method: Method, facts: Mapping[str, Any]) -> History:
@@ -218,7 +208,7 @@ def _history(flat: Tables, state: State, method: Method, facts: Mapping[str, Any
 
 @contextmanager
 def _as_written() -> Iterator[None]:
-    """Tensors with other names or shapes than fairvar's are no result, whatever their checksum."""
+    """Refuse tensors with other names or shapes than fairvar writes, whatever their checksum."""
     try:
         yield
     except (LookupError, ValueError, TypeError, RuntimeError, ArithmeticError) as error:
@@ -229,7 +219,7 @@ def _as_written() -> Iterator[None]:
 
 
 def load_tensors(content: bytes) -> dict[str, Tensor]:
-    """Tensors by name; IntegrityError if it is no safetensors file."""
+    """Tensors by name; IntegrityError if it is not a safetensors file."""
     try:
         return load(content)
     except SafetensorError as error:

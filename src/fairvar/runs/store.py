@@ -1,8 +1,9 @@
-"""Files that are either whole or not there, and runs as folders of such files.
+"""The folder of a run: its files, their checksums, checkpoints and the lock.
 
-A run is a folder: config.toml, history.safetensors, state.safetensors, and manifest.json, which is
-written last and seals the others with their SHA-256. A folder without a manifest is not a result;
-it may hold a checkpoint to continue from. Nothing is ever unpickled.
+A run is a folder with config.toml, history.safetensors, state.safetensors and manifest.json. The
+manifest is written last and holds the SHA-256 of the other files; its own SHA-256 is its last line
+(the seal). A folder without a manifest is not a result, but may hold checkpoints. These and other
+temporary files have their SHA-256 in the first line. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -10,33 +11,30 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import re
-import secrets
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from fairvar.errors import BadInput, IntegrityError, RunFailed
-from fairvar.system.files import MOST_RECORD, MOST_TENSORS, read_bytes
+from fairvar.errors import BadInput, IntegrityError
 from fairvar.runs.records import Manifest, Record, RunManifest, check, parse_json
+from fairvar.system.files import MOST_RECORD, MOST_TENSORS, read_bytes, write_bytes
 
 MANIFEST = "manifest.json"
 SEAL = ',\n  "seal": "'
-PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # a part of a name that fairvar writes
+PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # a part of a path that fairvar writes
 LOCKS = ".locks"
 
 
 def inside(folder: Path, name: str, depth: int = 1) -> Path:
-    """Where a name that comes from a file leads: at most `depth` plain parts below the folder.
+    """The path of a name that comes from a file: at most `depth` plain parts below the folder.
 
-    All such names are checked here. A seal is a checksum and no signature: a folder or an archive
-    from elsewhere may name any place, and may hold links to it.
+    All such names are checked here. A seal is a checksum, not a signature: a folder or an archive
+    from outside may name any place, and may hold links to it.
     """
     parts = name.split("/")
     if len(parts) > depth or not all(PLAIN.fullmatch(part) for part in parts):
@@ -48,47 +46,18 @@ def inside(folder: Path, name: str, depth: int = 1) -> Path:
 
 
 def no_link(path: Path) -> Path:
-    """A path that may be written or deleted: a received folder may hold links to elsewhere."""
+    """A path that may be written or deleted; refuses links, which may lead out of the folder."""
     if path.is_symlink():
         raise IntegrityError(f"{path} is a link; refused: delete it, or copy what it points to")
     return path
 
 
 def lock_of(folder: Path, timeout: float = 0.0) -> FileLock:
-    """The lock of a run's folder. It is the operating system's: it ends with its process, however
-    that dies."""
+    """The lock of a run's folder. The operating system releases it when its process ends, however
+    it ends."""
     locks = no_link(folder.parent / LOCKS)
     locks.mkdir(parents=True, exist_ok=True)
     return FileLock(no_link(locks / no_link(folder).name), timeout=timeout)
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """All or nothing: a temporary file beside the target, synced, then renamed over it."""
-    # Not tempfile: its files are private to the user, and results are there to be shared.
-    temporary = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except OSError as error:
-        needed = f"{len(content):,} bytes needed"
-        raise RunFailed(f"cannot write {path}: {error.strerror or error} ({needed})") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    """A rename is on disk only when the folder that records it is."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -119,8 +88,8 @@ def _seal(body: bytes) -> bytes:
 
 
 def open_seal(raw: bytes, kind: type[Record]) -> dict[str, Any]:
-    """The facts of a sealed record; ValueError if a single bit is not as it was written, or if it
-    is none of this kind."""
+    """The content of a sealed record; ValueError if a bit was changed or if it is not of this
+    kind."""
     head, mark, _ = raw.rpartition(SEAL.encode())
     body = head + b"\n}"
     if not mark or _seal(body) != raw:
@@ -131,20 +100,20 @@ def open_seal(raw: bytes, kind: type[Record]) -> dict[str, Any]:
 
 
 def with_manifest(files: Mapping[str, bytes], facts: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files of a run and, last, the manifest with their checksums."""
+    """The files of a run and the manifest with their checksums."""
     checksums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     return {**files, MANIFEST: seal({**facts, "sha256": checksums})}
 
 
 def save_files(folder: Path, files: Mapping[str, bytes], depth: int = 1) -> None:
-    """Manifests last: only then a run counts as finished. `depth` 2: files in folders."""
+    """Write files, manifests last: a run with a manifest is finished. `depth` 2: folder/name."""
     places = {name: inside(folder, name, depth) for name in files}
     for name in sorted(files, key=lambda n: n.endswith(MANIFEST)):
         write_bytes(places[name], files[name])
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the run is finished: cheap, for those who look for work."""
+    """Whether the run is finished; nothing is read."""
     return (folder / MANIFEST).exists()
 
 
@@ -154,7 +123,7 @@ def read_manifest(folder: Path, kind: type[Manifest] = RunManifest) -> dict[str,
 
 
 def read_record(path: Path, kind: type[Record], way_out: str) -> dict[str, Any] | None:
-    """A sealed file; None if it is not there."""
+    """A sealed file; None if it does not exist."""
     try:
         return open_seal(read_bytes(path, MOST_RECORD), kind)
     except FileNotFoundError:
@@ -190,23 +159,23 @@ SLOTS = ("checkpoint-a", "checkpoint-b")
 
 
 def write_checkpoint(folder: Path, number: int, payload: bytes) -> None:
-    """Into the older of two slots, so that a good checkpoint always survives."""
+    """Overwrite the older of two files, so that one good checkpoint always remains."""
     write_hashed(folder / SLOTS[number % 2], payload)
 
 
 def read_checkpoints(folder: Path) -> list[bytes]:
-    """The payloads that are intact; damaged ones are left out, since an older one will do."""
+    """The intact checkpoints; a damaged one is left out, because the other one will do."""
     found = (read_hashed(folder / slot) for slot in SLOTS)
     return [payload for payload in found if payload is not None]
 
 
 def write_hashed(path: Path, payload: bytes) -> None:
-    """With its SHA-256 in front."""
+    """Write a file with its SHA-256 in the first line."""
     write_bytes(path, hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload)
 
 
 def read_hashed(path: Path) -> bytes | None:
-    """The payload, if it is there and intact."""
+    """The payload; None if the file is missing or damaged."""
     try:
         head, _, payload = read_bytes(path, MOST_TENSORS).partition(b"\n")
     except OSError:
@@ -221,7 +190,7 @@ def pack_files(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpack_files(content: bytes) -> dict[str, bytes]:
-    """What `pack_files` packed; nothing if it is something else."""
+    """The files that `pack_files` packed; {} if it is something else."""
     head, _, body = content.partition(b"\n")
     try:
         lengths = parse_json(head)
@@ -235,8 +204,9 @@ def unpack_files(content: bytes) -> dict[str, bytes]:
     return {name: body[a:b] for name, (a, b) in cuts} if whole else {}
 
 
-def drop_checkpoints(folder: Path) -> None:
-    """A finished run needs none; neither temporary files that a crash left behind."""
+def store_run(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write the files of a finished run; delete its checkpoints and what a crash left."""
+    save_files(folder, files)
     for path in folder.iterdir():
         if path.name in SLOTS or (path.name.startswith(".") and path.is_file()):
             path.unlink(missing_ok=True)

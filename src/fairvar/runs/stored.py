@@ -1,4 +1,4 @@
-"""Finished runs on disk: read, and checked against their own records."""
+"""Read stored runs, and check that their files agree with each other."""
 
 from __future__ import annotations
 
@@ -10,26 +10,14 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from fairvar.runs.serialize import (
-    unpack_history,
-    unpack_state,
-)
-from fairvar.runs.config import Config, parse_toml
+from fairvar.engine.history import History
 from fairvar.engine.state import State, no_state
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.engine.history import History
-from fairvar.runs.identity import (
-    Identity,
-    recorded_identity,
-    version_of,
-)
+from fairvar.runs.config import Config, parse_toml
+from fairvar.runs.identity import Identity, fingerprint, recorded_identity, version_of
 from fairvar.runs.records import FederationRecord, Partition, RunManifest, agree, check
-from fairvar.runs.store import (
-    inside,
-    read_manifest,
-    read_record,
-    read_sealed,
-)
+from fairvar.runs.serialize import unpack_history, unpack_state
+from fairvar.runs.store import inside, read_manifest, read_record, read_sealed
 
 SCORES = ("mean", "variance_over_clients", "noise_floor", "corrected_variance",
           "worst_10_percent", "smallest")  # fmt: skip
@@ -37,13 +25,13 @@ T = TypeVar("T")
 
 
 class Deployed(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a run that was deployed: its configuration may tell of data and a model that
-    were not used."""
+    """Facts about a deployed run, whose configuration may name data and a model that were not
+    used."""
 
     nodes: Annotated[int, msgspec.Meta(ge=0)]  # that took part
-    own_data: bool  # the nodes' own files; else parts of the data set that the configuration names
-    own_model: bool  # the app's; else the one that the configuration names
-    model: str  # its class or name
+    own_data: bool  # the nodes' files; otherwise parts of the data set of the configuration
+    own_model: bool  # the app's model; otherwise that of the configuration
+    model: str  # class or name of the model
     parameters: Annotated[int, msgspec.Meta(ge=0)]
 
     @property
@@ -52,7 +40,7 @@ class Deployed(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def of(manifest: Mapping[str, Any], where: Path) -> Deployed | None:
-        """From the manifest of a run or summary; None for a simulated one."""
+        """Of the manifest of a run or summary; None for a simulated one."""
         passport, birth = manifest["passport"], manifest.get("birth") or manifest["births"][0]
         if "deployed" not in manifest and str(birth.get("engine")).startswith("flower"):
             return Deployed(  # stored before this was recorded
@@ -67,7 +55,7 @@ class Deployed(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A finished run on disk; the history is read when asked for."""
+    """A finished run on disk; history and state are read on demand."""
 
     folder: Path
     config: Config
@@ -80,9 +68,8 @@ class StoredRun:
             raise IntegrityError(f"{folder} holds no finished run (it has no manifest)")
         text = read_sealed(folder, manifest, "config.toml")
         config = stored_config(folder / "config.toml", text)
-        _check_same_run(folder, check(manifest, RunManifest), config)
         run = StoredRun(folder, config, manifest)
-        _check_identity(run)
+        _check_records(run, check(manifest, RunManifest))
         return run
 
     @cached_property
@@ -92,8 +79,9 @@ class StoredRun:
         except IntegrityError as error:
             raise IntegrityError(f"the manifest of {self.folder}: {error}") from None
 
-    def history(self) -> History:
-        state = self.state()
+    def history(self, with_state: bool = True) -> History:
+        """`with_state` False: with an empty state, so that the final model is not read."""
+        state = self.state() if with_state else no_state(int(self.manifest["rounds"]))
         found = self._read(
             "history.safetensors",
             lambda content: unpack_history(content, state, self.config.method, self.manifest),
@@ -102,7 +90,7 @@ class StoredRun:
         return found
 
     def state(self) -> State:
-        """The final state; that of a condensed run was not kept."""
+        """The final state, which condensed runs do not have."""
         if self.manifest.get("condensed"):
             return no_state(int(self.manifest["rounds"]))
         state = self._read("state.safetensors", unpack_state)
@@ -119,7 +107,7 @@ class StoredRun:
 
 
 def stored_config(path: Path, content: bytes) -> Config:
-    """A configuration as it was stored: all its sections are there."""
+    """A stored configuration, which must have all sections."""
     try:
         values = parse_toml(content.decode(), str(path))
         lacking = [field for field in Config.__struct_fields__ if field not in values]
@@ -130,12 +118,15 @@ def stored_config(path: Path, content: bytes) -> Config:
         raise BadInput(f"{path} cannot be used: {error}") from None
 
 
-def _check_same_run(folder: Path, manifest: RunManifest, config: Config) -> None:
-    """The manifest is of this configuration."""
-    rounds = config.train.rounds
+def _check_records(run: StoredRun, manifest: RunManifest) -> None:
+    """Raise unless manifest and identity belong to the configuration."""
+    found, config, rounds = run.identity, run.config, run.config.train.rounds
     agree(
-        f"the run in {folder}",
-        fingerprint=(manifest.fingerprint, config.fingerprint),
+        f"the run in {run.folder}",
+        fingerprint=(manifest.fingerprint, fingerprint(config)),
+        settings=(found.settings, fingerprint(config)),
+        data=(found.data, manifest.passport.dataset_sha256),
+        version=(found.version, min(max(found.version, 1), version_of(config.method))),
         name=(manifest.name, config.name),
         method=(manifest.method, config.method.label),
         protocol=(manifest.protocol, config.protocol),
@@ -144,22 +135,11 @@ def _check_same_run(folder: Path, manifest: RunManifest, config: Config) -> None
         rounds=(manifest.rounds, min(manifest.rounds, rounds)),
         diverged_at=(manifest.diverged_at or 0, min(manifest.diverged_at or 0, rounds)),
     )
-    check_same_data(folder, manifest.passport, config)
-
-
-def _check_identity(run: StoredRun) -> None:
-    """What the run computes, as far as its other records tell: copies and versions go by it."""
-    found, config = run.identity, run.config
-    agree(
-        f"the run in {run.folder}",
-        settings=(found.settings, config.fingerprint),
-        data=(found.data, run.manifest["passport"].get("dataset_sha256")),
-        version=(found.version, min(max(found.version, 1), version_of(config.method))),
-    )
+    check_same_data(run.folder, manifest.passport, config)
 
 
 def check_same_data(folder: Path, passport: Partition, config: Config) -> None:
-    """The partition is the one that the configuration asks for, as far as it was noted."""
+    """Raise unless the partition is that of the configuration, as far as it was recorded."""
     asked = msgspec.to_builtins(config.partition)
     pairs = {
         "clients": (passport.clients, config.data.clients),
@@ -172,22 +152,24 @@ def check_same_data(folder: Path, passport: Partition, config: Config) -> None:
     agree(folder, **{fact: pair for fact, pair in pairs.items() if pair[0] is not None})
 
 
-def _where_told(told: Sequence[int], known: Sequence[int] | None) -> list[int]:
-    return [size and one for size, one in zip(told, known or told, strict=False)]
+def _where_reported(reported: Sequence[int], known: Sequence[int] | None) -> list[int]:
+    return [size and one for size, one in zip(reported, known or reported, strict=False)]
 
 
 def _check_same_history(run: StoredRun, history: History) -> None:
-    """The history is of this run: as many clients, samples and rounds, and it is whole."""
+    """Raise unless the history belongs to this run and is complete."""
     facts, rounds = run.manifest, run.config.train.rounds
     last = int(history.evaluated[-1]) if len(history.evaluated) else 0
     diverged = facts["diverged_at"]  # the last evaluation is missing if the run diverged
     whole = rounds if diverged is None else min(last, diverged, rounds - 1)
     samples = {split: counts.tolist() for split, counts in history.samples.items()}
     sizes = facts["passport"].get("split_sizes") or samples
-    if Deployed.of(facts, run.folder) is not None:  # clients that never told their sizes have 0
-        sizes = {split: _where_told(counts, sizes.get(split)) for split, counts in samples.items()}
+    if Deployed.of(facts, run.folder) is not None:  # clients that never reported their sizes have 0
+        sizes = {
+            split: _where_reported(counts, sizes.get(split)) for split, counts in samples.items()
+        }
     counters = (history.exchanges, history.bytes_down, history.bytes_up)
-    named = ("exchanges_per_client", "bytes_down_per_client", "bytes_up_per_client")
+    named = [f"{what}_per_client" for what in ("exchanges", "bytes_down", "bytes_up")]
     agree(
         f"the history of the run in {run.folder}",
         clients=(history.loss.shape[1], run.config.data.clients),
@@ -198,7 +180,7 @@ def _check_same_history(run: StoredRun, history: History) -> None:
 
 
 def recorded_federation(run: StoredRun) -> dict[str, Any] | None:
-    """The passport and class counts behind a stored run, if they were kept beside it."""
+    """The partition of a stored run with its class counts, if it is stored in the same folder."""
     sha = str(run.manifest["passport"].get("sha256", "unknown"))
     try:
         path = inside(run.folder.parent / "federations", f"{sha[:16]}.json")
@@ -212,8 +194,8 @@ def recorded_federation(run: StoredRun) -> dict[str, Any] | None:
 
 
 def final_scores(history: History) -> dict[str, dict[str, float]]:
-    """The main fairness numbers of every evaluated split and model after the last round; without
-    those of which no client of a deployed run has told anything."""
+    """The main fairness numbers of every evaluated split and model after the last round, without
+    those that no client of a deployed run reported."""
     found: dict[str, dict[str, float]] = {}
     for (split, model), table in history.accuracy.items():
         if len(history.evaluated) and bool(table[-1].isfinite().any()):

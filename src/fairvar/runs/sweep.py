@@ -1,46 +1,47 @@
-"""Computing the missing cells of a plan: one process or several, here or on a cluster.
+"""Compute the missing runs of a plan: in one process or several, on this machine or with Ray.
 
-There is no queue and no master: every worker walks over the groups of cells that train together,
-and takes those that are neither finished nor locked. So any number of `fairvar sweep` processes may
-work on one folder, and killing any of them loses at most the rounds since its last checkpoint.
+There is no queue and no master. Every worker goes through the groups of runs that train as one
+batch and takes those that are neither finished nor locked. So any number of `fairvar sweep`
+processes may work on one folder, and killing one loses at most the rounds since its last
+checkpoint.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import msgspec
-import torch
+from msgspec.structs import replace
 
-from fairvar.runs.config import Config
-from fairvar.engine.grid import Member, train_grid
-from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput
-from fairvar.runs.runner import Interrupted, federation_of, missing, model_of, run_folder
-from fairvar.runs.batch import Group, arrange, kind, tidy
-from fairvar.runs.identity import look_again
+from fairvar.runs.batch import Group, arrange, parts_to_do, run_group, tidy
+from fairvar.runs.config import Config
+from fairvar.runs.identity import batch_key, forget_files
+from fairvar.runs.runner import Interrupted, Watch, missing, train_runs
+from fairvar.runs.store import LOCKS, MANIFEST, save_files
+from fairvar.runs.workers import Pulse, Task, plain_group, run_workers, work
 from fairvar.system.progress import Report
 from fairvar.system.signals import stop_signals
-from fairvar.runs.workers import Plain, Pulse, Task, run_workers, work
 
 UNITS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 
 
 @dataclass(frozen=True)
 class Status:
-    """How a sweep stands."""
+    """How far a sweep is."""
 
     cells: int
     done: int
-    elsewhere: int = 0  # left to other processes, which hold them or others of their group
-    reason: str = ""  # why it stopped before the end
+    elsewhere: int = 0  # runs that other processes compute
+    reason: str = ""  # why the sweep stopped before the end
 
 
 def parse_budget(text: str) -> float:
@@ -60,7 +61,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def shard(cells: Sequence[Config], part: int, parts: int, batch: bool = True) -> list[Config]:
-    """Part `part` of `parts`, in whole groups: what trains together does not depend on shards."""
+    """Part `part` of `parts`, in whole groups, so that batches do not depend on shards."""
     if parts == 1:
         return list(cells)
     return [cell for group in arrange(cells, batch)[part::parts] for cell in group]
@@ -76,13 +77,14 @@ def run_sweep(
     plugin: Path | None = None,
     batch: bool = True,
 ) -> Status:
-    """Compute the missing cells. Interrupted or out of budget, the same call continues.
+    """Compute the missing runs. After an interruption or the end of the budget (seconds), the same
+    call continues.
 
-    batch: cells that differ in numbers only train together; else each by itself.
+    batch: runs that differ in numbers only train as one batch; otherwise each by itself.
     """
     if workers < 1 or (save_every is not None and save_every < 1):
         raise BadInput("--workers and --save-every must be at least 1")
-    look_again()
+    forget_files()
     deadline = None if budget is None else time.monotonic() + budget
     with stop_signals() as asked:
         spent = False
@@ -99,8 +101,9 @@ def run_sweep(
                 work(todo, out, stopping, save_every, Pulse(meter.numbers, 0, meter.show))
             elif todo:
                 stop = multiprocessing.get_context("spawn").RawValue("b", 0)
-                task = Task(_plain(todo, out), out, meter.numbers, stop, save_every, plugin)
-                run_workers(task, min(workers, len(todo)), stopping, meter.show)
+                groups, count = list(map(plain_group, todo)), min(workers, len(todo))
+                task = Task(groups, out, meter.numbers, stop, count, save_every, plugin)
+                run_workers(task, stopping, meter.show)
         except Interrupted:
             pass
         if asked():
@@ -113,19 +116,14 @@ def run_sweep(
 
 
 def groups_to_do(cells: Sequence[Config], out: Path, batch: bool) -> list[Group]:
-    """Groups of the whole plan of which something is missing."""
+    """Groups of the plan with missing runs."""
     if not missing(cells, out):
         return []
     return [group for group in arrange(cells, batch) if missing(group, out)]
 
 
-def _plain(groups: Sequence[Group], out: Path) -> list[Plain]:
-    """For other processes."""
-    return [{run_folder(cell, out).name: cell.to_dict() for cell in group} for group in groups]
-
-
 class Meter:
-    """Runs that are finished, rounds per second and what is under way, shown now and then."""
+    """Shows finished runs, rounds per second and the progress of runs under way, every second."""
 
     def __init__(
         self,
@@ -152,7 +150,7 @@ class Meter:
 
 
 def crowding(workers: int, threads: int, device: str, cores: int) -> str | None:
-    """What to know if the workers have more threads than the machine has cores."""
+    """A warning if the workers have more threads than the machine has cores."""
     if workers * threads <= cores or device != "cpu":
         return None
     return (f"{workers} worker(s) x {threads} thread(s) share {cores} core(s) and will be slow: "
@@ -160,12 +158,12 @@ def crowding(workers: int, threads: int, device: str, cores: int) -> str | None:
 
 
 def project(cells: Sequence[Config], out: Path, workers: int, batch: bool = True) -> float:
-    """Seconds that the missing cells will take, from a few rounds of each kind of group."""
+    """Seconds that the missing runs will take, from a few timed rounds of each kind of group."""
     seconds: dict[tuple[Any, ...], float] = {}
     costs = []
     for group in groups_to_do(cells, out, batch):
         todo = missing(group, out)
-        sort = (*kind(todo[0]), len(todo))
+        sort = (*batch_key(todo[0]), len(todo))
         if sort not in seconds:
             seconds[sort] = _seconds_per_group(todo)
         costs.append(seconds[sort])
@@ -173,24 +171,67 @@ def project(cells: Sequence[Config], out: Path, workers: int, batch: bool = True
 
 
 def _seconds_per_group(cells: Sequence[Config]) -> float:
-    """Rounds with and without an evaluation, timed on short runs; the first three warm up."""
-    first, marks = cells[0], list[float]()
-    torch.set_num_threads(first.train.threads)
-    data, loss = federation_of(first), first.model.loss
-    often = msgspec.structs.replace(first.evaluate, every=3)
-    short = [msgspec.structs.replace(cell.train, rounds=6) for cell in cells]
-    models = [model_of(cell, data) for cell in cells]
-
-    def mark(done: int, total: int) -> None:
-        marks.append(time.perf_counter())
-
-    if len(cells) == 1:
-        run_rounds(models[0], data, first.method, loss, short[0], often, progress=mark)
-    else:
-        zipped = zip(models, cells, short, strict=True)
-        members = [Member(model, cell.method, train) for model, cell, train in zipped]
-        train_grid(members, data, loss, often, mark)
+    """Time of rounds with and without evaluation, from short runs; the first three rounds warm
+    up."""
+    marks: list[float] = []
+    short = [
+        replace(cell, train=replace(cell.train, rounds=6), evaluate=replace(cell.evaluate, every=3))
+        for cell in cells
+    ]
+    train_runs(short, progress=lambda done, total: marks.append(time.perf_counter()))
     steps = [b - a for a, b in pairwise(marks)][2:]  # rounds 4, 5, 6; the last one evaluates
     with_evaluation, plain = min(steps[2:], default=0.0), min(steps[:2], default=0.0)
-    evaluations = first.train.rounds / first.evaluate.every
-    return first.train.rounds * plain + evaluations * max(with_evaluation - plain, 0.0)
+    rounds, every = cells[0].train.rounds, cells[0].evaluate.every
+    return rounds * plain + rounds / every * max(with_evaluation - plain, 0.0)
+
+
+# -- on a Ray cluster ------------------------------------------------------------------------------
+def run_on_ray(
+    cells: Sequence[Config], out: Path, address: str, report: Report, batch: bool = True
+) -> None:
+    """Compute the missing groups on a Ray cluster. It needs no shared disk: tasks return their
+    files and this process stores them."""
+    ray = _import_ray()
+    todo = [part for group in arrange(cells, batch) for part in parts_to_do(group, out)]
+    ray.init(address=address, log_to_driver=False)
+    try:
+        with stop_signals() as asked:  # after ray.init, which replaces the handler of SIGTERM
+            task = ray.remote(max_retries=3)(compute_files)
+            pending = [task.remote([cell.to_toml() for cell in part]) for part in todo]
+            while pending:
+                if asked():
+                    raise Interrupted("interrupted; the same command continues")
+                ready, _ = ray.wait(pending, num_returns=1, timeout=1.0)
+                for reference in ready:
+                    pending.remove(reference)
+                    save_new(out, ray.get(reference))
+                done = len(cells) - len(missing(cells, out))
+                report(done, len(cells), f"runs, on Ray at {address}")
+    finally:
+        ray.shutdown()
+
+
+def compute_files(group: Sequence[str]) -> dict[str, bytes]:
+    """A Ray task: compute a batch of runs, given as TOML, and return the files of their folders."""
+    with TemporaryDirectory() as name:
+        out = Path(name)
+        run_group(tuple(Config.from_toml(text) for text in group), out, Watch())
+        kept = [f for f in sorted(out.glob("*/*")) if f.parent.name != LOCKS]
+        return {str(f.relative_to(out)): f.read_bytes() for f in kept}
+
+
+def save_new(out: Path, files: Mapping[str, bytes]) -> None:
+    """Store these files, given as folder/name, except those of runs that are stored already."""
+    done = {path.parent.name for path in out.glob(f"*/{MANIFEST}")}
+    save_files(out, {n: f for n, f in files.items() if n.partition("/")[0] not in done}, depth=2)
+
+
+def _import_ray() -> Any:
+    # By default Ray listens on every network interface and sends usage statistics.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError:
+        raise BadInput('--ray needs Ray: pip install "fairvar[ray]"') from None
+    return ray

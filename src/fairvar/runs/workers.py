@@ -1,8 +1,8 @@
-"""Worker processes of a sweep: what they do, how they are watched and how they end.
+"""Worker processes of a sweep.
 
-Any of these processes may be killed or stopped at any moment. So they share no lock and no queue:
-the parent asks them to stop through one shared byte, they count their rounds in shared numbers that
-only they write, and each has a pipe of its own for the one line that says why it failed.
+Any of these processes may be killed at any moment, so they share no lock and no queue. The parent
+asks them to stop through one shared byte, each worker counts its rounds in shared numbers that only
+it writes, and each has a pipe for the one line that says why it failed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from fairvar.runs.config import Config
 from fairvar.errors import (
     BadInput,
     FairvarError,
@@ -29,30 +28,29 @@ from fairvar.errors import (
     InternalError,
     RunFailed,
     explained,
-    one_line,
 )
-from fairvar.runs.runner import Interrupted, Watch, missing, run_folder
-from fairvar.runs.batch import Group, run_group
 from fairvar.methods.plugin import load_plugin
-from fairvar.system.signals import INTERRUPTED, handled, held_back, let_through
+from fairvar.runs.batch import Group, run_group
+from fairvar.runs.config import Config
+from fairvar.runs.runner import Interrupted, Watch, missing, run_folder
 from fairvar.runs.store import is_complete
+from fairvar.system.signals import INTERRUPTED, blocked_signals, handled, unblock_signals
 
 MOST_RESTARTS = 3
-LONGEST_LINE = 4000  # bytes; a pipe takes that many though nobody reads
-SECONDS_TO_END = 5.0  # for a worker without a parent: to finish its round and save
-Plain = dict[str, dict[str, Any]]  # a group's cells as plain values, by the names of their folders
+LONGEST_LINE = 4000  # bytes; writing that many to a pipe never blocks
+SECONDS_TO_END = 5.0  # for a worker without a parent to finish its round and save
+PlainGroup = dict[str, dict[str, Any]]  # configurations as plain values, by folder name
 
 
 class Pulse:
-    """What a worker has done, as three numbers that its parent can read: rounds since it started,
-    rounds behind and in all of what is under way. A round of ten runs that train together is ten.
-    """
+    """What a worker has done, as three numbers that its parent reads: rounds since it started, and
+    rounds done and in all of the present group. A round of ten runs in one batch counts ten."""
 
     def __init__(self, numbers: Any, worker: int, after: Callable[[], None]) -> None:
         self.numbers, self.place, self.after, self.last = numbers, 3 * worker, after, 0
 
     def beat(self, runs: int, done: int, total: int) -> None:
-        new = done - self.last if self.last else 1  # a run that continues starts anywhere
+        new = done - self.last if self.last else 1  # a resumed run starts at any round
         self.last = done
         self._write(self.numbers[self.place] + runs * new, runs * done, runs * total)
         self.after()
@@ -73,7 +71,7 @@ def work(
     save_every: int | None,
     pulse: Pulse,
 ) -> None:
-    """One worker: compute what nobody else computes."""
+    """Compute the groups that no other process computes."""
     for group in groups:
         if stopping():
             raise Interrupted("stopped between two runs; the same command continues")
@@ -84,33 +82,37 @@ def work(
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker is told when it starts."""
+    """The argument of a worker process."""
 
-    groups: Sequence[Plain]
+    groups: Sequence[PlainGroup]
     out: Path
-    numbers: Any  # for its `Pulse`
-    stop: Any  # one shared byte: 1 asks all workers to save and stop
+    numbers: Any  # shared; three for each worker's `Pulse`
+    stop: Any  # shared byte: 1 asks all workers to save and stop
+    workers: int
     save_every: int | None = None
     plugin: Path | None = None
-    number: int = 0
-    ready: Any = None  # one shared byte: 1 when it has something to save
-    order: Sequence[int] = ()  # in which it looks for work
-    failing: Any = None  # the writing end of its pipe
+    number: int = 0  # of this worker
+    ready: Any = None  # shared byte of this worker: 1 when it has something to save
+    failing: Any = None  # the writing end of this worker's pipe
+
+    def todo(self) -> Iterator[Group]:
+        """Groups with missing runs. Workers start at different places, so that they rarely ask for
+        the same lock."""
+        count = len(self.groups)
+        for place in (*range(self.number, count, self.workers), *range(count)):
+            group = self.groups[place]
+            if not all(is_complete(self.out / name) for name in group):
+                yield _configs(group)
 
 
-def run_workers(
-    task: Task,
-    workers: int,
-    stopping: Callable[[], bool],
-    show: Callable[[], None],
-) -> None:
-    """Spawned processes that all walk the same list; one that dies is started again."""
+def run_workers(task: Task, stopping: Callable[[], bool], show: Callable[[], None]) -> None:
+    """Start the workers, which all go through the same list; one that is killed is restarted."""
     running: dict[int, Worker] = {}
-    absent, restarts, failure = list(range(workers)), 0, None
+    absent, restarts, failure = list(range(task.workers)), 0, None
     try:
         while running or absent:
             for number in absent:
-                running[number] = Worker(task, number, workers)
+                running[number] = Worker(task, number)
             absent = []
             time.sleep(0.2)
             if failure or stopping():
@@ -139,20 +141,18 @@ def run_workers(
 
 
 class Worker:
-    """A worker as its parent sees it."""
+    """A worker process, seen by its parent."""
 
-    def __init__(self, task: Task, number: int, workers: int) -> None:
+    def __init__(self, task: Task, number: int) -> None:
         context = get_context("spawn")
         self.failing, writing = context.Pipe(duplex=False)
         self.ready = context.RawValue("b", 0)
-        # Each starts at another place, so that they rarely ask for the same lock.
-        order = [*range(number, len(task.groups), workers), *range(len(task.groups))]
-        told = replace(task, number=number, ready=self.ready, order=order, failing=writing)
-        self.process = context.Process(target=_worker, args=(told,))
-        resource_tracker.ensure_running()  # which would let the signals through
-        with held_back(), suppress(BrokenPipeError):  # it was killed before it knew what to do
+        own = replace(task, number=number, ready=self.ready, failing=writing)
+        self.process = context.Process(target=_worker, args=(own,))
+        resource_tracker.ensure_running()  # it would unblock the signals if it started below
+        with blocked_signals(), suppress(BrokenPipeError):  # killed before it got its argument
             self.process.start()
-        writing.close()  # so that reading ends when the worker does
+        writing.close()  # so that reading ends when the worker ends
 
     @property
     def exit_code(self) -> int | None:
@@ -160,59 +160,57 @@ class Worker:
 
     @property
     def was_killed(self) -> bool:
-        """Or asked to stop by somebody else; there is nothing wrong with its work."""
+        """By a signal, not by an error of its work."""
         return self.exit_code is not None and (self.exit_code < 0 or self.exit_code == INTERRUPTED)
 
     def failure(self) -> FairvarError:
-        """A worker's own error as if it had happened here, or that it just ended."""
+        """The worker's error, with the same type and message."""
         code = self.exit_code or 0
         try:
             text = self.failing.recv_bytes(LONGEST_LINE).decode(errors="replace")
-        except (EOFError, OSError):  # it ended before it said all
+        except (EOFError, OSError):  # it ended before it could say why
             text = f"a worker ended with exit code {code}; the cells that are finished are kept"
             return RunFailed(text)
         kinds = {kind.exit_code: kind for kind in (BadInput, IntegrityError, InternalError)}
         return kinds.get(code, RunFailed)(text)
 
     def end_unless_ready(self) -> None:
-        """While it imports it can neither stop nor lose anything."""
+        """While a worker imports modules it cannot stop, and has nothing to lose."""
         if not self.ready.value:
             self.end()
 
     def end(self) -> None:
-        """At once, also if it is stopped."""
+        """At once."""
         if self.process.pid is not None:
             self.process.kill()
             self.process.join(SECONDS_TO_END)
 
 
 def _worker(task: Task) -> None:
-    """A process of its own. Its parent or a signal asks it to stop, or the parent is gone. Not
-    Ctrl-C, which a terminal sends to the parent, too."""
+    """The worker process. Its parent, a signal or the end of its parent asks it to stop; Ctrl-C
+    does not, because a terminal sends it to the parent as well."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leaving = threading.Event()
-    threading.Thread(target=_leave_with_parent, args=(leaving,), daemon=True).start()
+    threading.Thread(target=_stop_without_parent, args=(leaving,), daemon=True).start()
     with handled(lambda number, frame: leaving.set()):
-        let_through()
+        unblock_signals()
         try:
             load_plugin(task.plugin)
             task.ready.value = 1
             first = Config.from_dict(next(iter(task.groups[0].values())))
-            _take_device(task.number, first.train.device)
-            todo = (task.groups[place] for place in task.order)
-            cells = (_cells(group) for group in todo if not _is_done(group, task.out))
+            _set_device(task.number, first.train.device)
             pulse = Pulse(task.numbers, task.number, lambda: None)
             stopping = lambda: bool(task.stop.value) or leaving.is_set()  # noqa: E731
-            work(cells, task.out, stopping, task.save_every, pulse)
+            work(task.todo(), task.out, stopping, task.save_every, pulse)
         except Exception as error:
             found = explained(error)
-            with suppress(OSError):  # the parent may be gone
-                task.failing.send_bytes(one_line(str(found)).encode()[:LONGEST_LINE])
+            with suppress(OSError):  # the parent may have ended
+                task.failing.send_bytes(str(found).encode()[:LONGEST_LINE])
             raise SystemExit(found.exit_code) from None
 
 
-def _leave_with_parent(leaving: threading.Event) -> None:
-    """A thread: a worker without its parent saves and stops, and ends if it cannot."""
+def _stop_without_parent(leaving: threading.Event) -> None:
+    """A thread: without its parent a worker saves and stops, or is ended after some seconds."""
     parent = parent_process()
     if parent is not None:
         connection.wait([parent.sentinel])
@@ -221,25 +219,26 @@ def _leave_with_parent(leaving: threading.Event) -> None:
         os._exit(INTERRUPTED)
 
 
-def _is_done(group: Plain, out: Path) -> bool:
-    return all(is_complete(out / name) for name in group)
+def plain_group(group: Group) -> PlainGroup:
+    """A group as plain values, for another process."""
+    return {run_folder(cell, Path()).name: cell.to_dict() for cell in group}
 
 
-def _cells(group: Plain) -> Group:
-    cells = tuple(Config.from_dict(cell) for cell in group.values())
-    if [run_folder(cell, Path()).name for cell in cells] != list(group):
+def _configs(group: PlainGroup) -> Group:
+    cells = tuple(Config.from_dict(values) for values in group.values())
+    if plain_group(cells).keys() != group.keys():
         raise RunFailed("the data or the plugin were changed since the sweep began; start it again")
     return cells
 
 
 def device_for(worker: int, device: str, count: int) -> str:
-    """Workers take turns over the GPUs where the configuration says just "cuda"."""
+    """Workers are distributed over the GPUs if the configuration says "cuda" without a number."""
     return f"cuda:{worker % count}" if device == "cuda" and count > 1 else device
 
 
-def _take_device(worker: int, device: str) -> None:
-    """From here on, "cuda" is this worker's GPU. The configuration still says "cuda": where a run
-    happened stands in its birth certificate only."""
+def _set_device(worker: int, device: str) -> None:
+    """Make "cuda" mean this worker's GPU. The configuration is not changed: only the provenance of
+    a run records where it was computed."""
     mine = device_for(worker, device, torch.cuda.device_count())
     if mine != device:
         torch.cuda.set_device(mine)

@@ -1,8 +1,9 @@
-"""Reading files from elsewhere: regular files only, and never more bytes than their kind has.
+"""Reading untrusted files with bounds, and writing files atomically.
 
-Everything that fairvar reads is opened here. The checks are made on the open file, so that nothing
-can be exchanged between the check and the reading; a pipe is opened without waiting for its other
-end. All errors are `OSError`s whose `strerror` says what is wrong; callers name the file.
+Everything that fairvar reads is opened here: regular files only, of at most the size that their
+kind has. The checks are made on the open file, so that it cannot be exchanged between check and
+read, and a pipe is opened without waiting for its other end. Errors of reading are `OSError`s whose
+`strerror` says what is wrong; callers name the file.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ import errno
 import hashlib
 import io
 import os
+import secrets
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from fairvar.errors import RunFailed
 
 MOST_TEXT = 128 << 10  # a TOML configuration; its reader is slow
 MOST_CODE = 4 << 20  # a plugin
@@ -114,3 +119,43 @@ def walk(folder: Path) -> Iterator[os.DirEntry[str]]:
                 yield entry
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(entry.path)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that appears under its name only when it is complete and on disk.
+
+    It is written under a temporary name in the same folder, synced and renamed.
+    """
+    # Not tempfile: its files are private to the user, but results are meant to be shared.
+    temporary = path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is on disk only when the folder that records it is."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file atomically: afterwards it holds all of `content` or what it held before."""
+    try:
+        with whole_file(path) as file:
+            file.write(content)
+    except OSError as error:
+        needed = f"{len(content):,} bytes needed"
+        raise RunFailed(f"cannot write {path}: {error.strerror or error} ({needed})") from None

@@ -1,7 +1,7 @@
 """Resident memory of this process.
 
-`getrusage` is only the fallback: a child that is started by fork and exec begins with its parent's
-peak there, so a small worker of a large process would report the large process.
+`getrusage` is only the fallback: there, a child process starts with the peak of its parent, so a
+small worker of a large process would report the large process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peak_bytes() -> int | None:
-    """The most that this process has held since it started or since `reset_peak`."""
+    """The peak since the start of this process or since `reset_peak`."""
     peak = _status("VmHWM")
     if peak is not None or resource is None:
         return peak
@@ -32,7 +32,7 @@ def resident_bytes() -> int | None:
 
 
 def reset_peak() -> bool:
-    """Start the peak again from what is held now. False where the system cannot."""
+    """Set the peak to the present value; False if the system does not support it."""
     try:
         RESET.write_text("5")
     except OSError:

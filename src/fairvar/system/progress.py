@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar for people at a terminal, a line now and then for logs."""
+"""Progress on stderr: a bar in a terminal, otherwise a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fairvar.errors import plain
 SECONDS_BETWEEN_LINES = 10.0
 
 
-Report = Callable[[int, int, str], None]  # (done, in all, what is being done)
+Report = Callable[[int, int, str], None]  # (done, total, description)
 
 
 @contextmanager
 def progress(title: str, quiet: bool = False) -> Iterator[Report]:
-    """`report(done, total, what)` as often as you like; it never writes to stdout."""
+    """Yields `report(done, total, what)`, which may be called often and never writes to stdout."""
     console, title = Console(stderr=True), plain(title)
     if quiet:
         yield lambda done, total, what: None
@@ -50,7 +50,7 @@ def _lines(title: str) -> Report:
         spent = now - started
         left = f", about {spent / done * (total - done):.0f} s left" if 0 < done < total else ""
         line = f"{title}: {done}/{total} ({plain(what)}) after {spent:.0f} s{left}"
-        with suppress(OSError):  # whoever read this has gone; the computation goes on
+        with suppress(OSError):  # nobody reads stderr any more; the computation continues
             print(line, file=sys.stderr)
 
     return report

@@ -1,7 +1,7 @@
 """Ctrl-C, SIGTERM and SIGHUP: the first asks a computation to save and stop, the second ends the
-command at once, whatever it is doing.
+command at once.
 
-This module imports the standard library only: a command hears signals before torch is imported.
+This module imports the standard library only, so that signals are handled before torch is imported.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ SHOW_CURSOR = "\r\x1b[K\x1b[?25h"  # a progress bar hides it
 
 
 class Command:
-    """One command of the command line and what became of its signals."""
+    """The state of one command of the command line."""
 
     def __init__(self) -> None:
         self.interrupted = False  # a KeyboardInterrupt was raised
-        self.ending = self.told = False
+        self.ending = self.printed = False
         self.kept: ExitStack | None = None  # handlers that outlive the command
-        self._telling = threading.Lock()
+        self._printing = threading.Lock()
 
     def end(self, message: str) -> None:
-        """Say why: one line on stderr, once, even if two threads are ending the command."""
+        """Print one line on stderr, once, even if two threads end the command."""
         self.ending = True
-        free = self._telling.acquire(timeout=1.0)  # the other may be blocked by a full pipe
-        if free and not self.told:
-            self.told = True
+        free = self._printing.acquire(timeout=1.0)  # the other thread may be blocked by a full pipe
+        if free and not self.printed:
+            self.printed = True
             with suppress(OSError):  # the terminal may be gone
                 print(f"fairvar: {message}", file=sys.stderr, flush=True)
         if free:
-            self._telling.release()
+            self._printing.release()
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         if not self.interrupted and not self.ending:  # later signals are for `end_at_second`
@@ -64,8 +64,8 @@ class Command:
 
 @contextmanager
 def command_signals() -> Iterator[Command]:
-    """Around a whole command: the first signal is a KeyboardInterrupt (or what `stop_signals` makes
-    of it), the second kills the workers and ends the process."""
+    """Around a whole command: the first signal raises KeyboardInterrupt, unless `stop_signals` is
+    active, the second kills the workers and ends the process."""
     command = Command()
     if threading.current_thread() is not threading.main_thread():
         yield command
@@ -82,14 +82,15 @@ def command_signals() -> Iterator[Command]:
         try:
             yield command
         except SystemExit as stop:
-            if stop.code == INTERRUPTED:  # signals are heard until the process has ended
+            if stop.code == INTERRUPTED:  # handle signals until the process has ended
                 command.kept = undo.pop_all()
             raise
 
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """The first signal becomes a question that the round loop asks, so that it can save first."""
+    """Yields a function that is True after the first signal: the round loop calls it, and saves
+    before it stops."""
     asked = False
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -104,8 +105,8 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Take these signals, but for those that are ignored (nohup) or not Python's. Only the main
-    thread can."""
+    """Handle these signals, except those that are ignored (nohup) or not set by Python. Python
+    allows this in the main thread only."""
     main = threading.current_thread() is threading.main_thread()
     free = [s for s in STOP_SIGNALS if signal.getsignal(s) not in (signal.SIG_IGN, None)]
     before = {s: signal.signal(s, handler) for s in free} if main else {}
@@ -117,9 +118,9 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Processes that are started here get these signals only after `let_through`: a terminal sends
-    Ctrl-C to all of them, and they need seconds to start."""
+def blocked_signals() -> Iterator[None]:
+    """Processes started within this block receive the signals only after `unblock_signals`: a
+    terminal sends Ctrl-C to all of them, and they need seconds to start."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -127,5 +128,5 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def let_through() -> None:
+def unblock_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -4,18 +4,17 @@
 
     app = server_app()  # in server_app.py of a Flower app; client_app() in client_app.py
 
-Both take a `model` function for a model of your own. What is trained and how stands in the app's
-run configuration (`setup.py`), where a node's data lie in its node configuration (`client.py`).
+Both take a `model` function for a model of your own. The app's run configuration (`setup.py`) says
+what is trained, a node's configuration (`client.py`) says where its data are.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import nn
-
+from fairvar.deploy.flower.apps import Model
 from fairvar.errors import BadInput
 
 if TYPE_CHECKING:
@@ -23,11 +22,9 @@ if TYPE_CHECKING:
     from flwr.clientapp.typing import Mod
     from flwr.serverapp import ServerApp
 
-Model = Callable[[], nn.Module]  # makes the same architecture on the server and on every node
-
 
 def server_app(model: Model | None = None) -> ServerApp:
-    """The ServerApp: drives the rounds, checks the replies, writes the run."""
+    """The ServerApp: runs the rounds, checks the replies, stores the run."""
     require_flower()
     from fairvar.deploy.flower.server import make_server_app
 
@@ -35,8 +32,8 @@ def server_app(model: Model | None = None) -> ServerApp:
 
 
 def client_app(model: Model | None = None, mods: Sequence[Mod] = ()) -> ClientApp:
-    """The ClientApp: answers with the node's own data. `mods` are Flower's, such as its LocalDpMod,
-    for the train exchange."""
+    """The ClientApp: trains on the node's data. `mods` are Flower's, such as its LocalDpMod; they
+    act on the train exchange."""
     require_flower()
     from fairvar.deploy.flower.client import make_client_app
 
@@ -44,8 +41,8 @@ def client_app(model: Model | None = None, mods: Sequence[Mod] = ()) -> ClientAp
 
 
 def require_flower() -> None:
-    """Refuse in one line where Flower is not installed. Its telemetry is off in what this process
-    starts, and in this process unless Flower was imported before: `launch` is for those."""
+    """Raise `BadInput` if Flower is not installed. Also switches off its telemetry in processes
+    that this one starts, and in this one unless Flower was imported before (see `apps`)."""
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     try:
         import flwr  # noqa: F401

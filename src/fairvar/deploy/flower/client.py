@@ -1,10 +1,9 @@
-"""The ClientApp. A node's configuration says which client it is and where its data lie:
+"""The ClientApp. A node's configuration says which client it is and where its data are:
 
     flower-supernode … --node-config 'client=3 data="/data/ward.npz"'
 
-Without `data`, client i holds part i of the embedded set that the run names (Flower's own
-`partition-id` is understood as well). Nothing is kept between messages: Flower starts a process for
-each, and may start it elsewhere.
+Without `data`, client i holds part i of the embedded data set of the run (Flower's `partition-id`
+works as well). Nothing is kept between messages: Flower starts a new process for each.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from fairvar.data import IID, build_federation
 from fairvar.data.federation import Federation
 from fairvar.data.sources import load
 from fairvar.deploy.client import Client
-from fairvar.deploy.flower import Model
+from fairvar.deploy.flower.apps import Model
 from fairvar.deploy.flower.privacy import clipped
-from fairvar.deploy.flower.secure import secured
+from fairvar.deploy.flower.secure_node import secured
 from fairvar.deploy.flower.setup import Setup, read_setup
 from fairvar.deploy.flower.wire import from_records, to_records
 from fairvar.deploy.local import only
@@ -39,7 +38,7 @@ def make_client_app(model: Model | None, mods: Sequence[Mod] = ()) -> ClientApp:
 
 
 def app_of(client_of: Callable[[Context], Client], mods: Sequence[Mod] = ()) -> ClientApp:
-    """Answers as the client that a node is."""
+    """An app that answers as the client of its node."""
     app = ClientApp()
 
     def answer(message: Message, context: Context) -> Message:
@@ -59,7 +58,9 @@ def app_of(client_of: Callable[[Context], Client], mods: Sequence[Mod] = ()) -> 
 
 def node_client(context: Context, model: Model | None) -> Client:
     setup = read_setup(context.run_config, model)
-    torch.set_num_threads(setup.config.train.threads)  # as a simulated run does: the same last bits
+    torch.set_num_threads(
+        setup.config.train.threads
+    )  # as in a simulated run, for the same last bits
     number, agreed = client_id(context.node_config), setup.agreed
     data = node_data(setup, number, context.node_config)
     return Client(number, data, agreed.model, agreed.method, agreed.loss, agreed.train)
@@ -75,7 +76,7 @@ def client_id(node_config: Mapping[str, Any]) -> int:
 
 
 def node_data(setup: Setup, client: int, node_config: Mapping[str, Any]) -> Federation:
-    """A federation of this client alone, from its own files or from the embedded set."""
+    """A federation of this client only, from its own files or the embedded data set."""
     config, place = setup.config.data, node_config.get("data")
     if not setup.own_data:
         return only(federation_of(setup.config), client)
@@ -83,9 +84,11 @@ def node_data(setup: Setup, client: int, node_config: Mapping[str, Any]) -> Fede
         raise BadInput(f"the run trains on nodes' own {config.name} data; start this node with "
                        "--node-config 'data=\"/path\"'")  # fmt: skip
     classes = setup.agreed.classes
-    dataset = load(config.name, place, classes=classes)  # a node need not hold all of them
+    dataset = load(config.name, place, classes=classes)  # a node may lack some classes
     held = len(np.unique(dataset.y))
-    if config.name == "folder" and held != classes:  # numbered by the names that are there
+    if (
+        config.name == "folder" and held != classes
+    ):  # classes are numbered by the folders that exist
         raise BadInput(f"{place} has {held} class sub-folders with images, the run {classes} "
                        "classes; a node that lacks some must use .npz")  # fmt: skip
     found = build_federation(dataset, 1, IID(), config.seed, config.split, "split")

@@ -1,7 +1,8 @@
 """Keys for a deployment: a certificate authority, the server's certificate, a key pair per node.
 
-Private files are readable by their owner only; `ca.key` is needed for new certificates
-alone and belongs off the server."""
+Private files are readable by their owner only. `ca.key` is needed for new certificates only and
+should not be kept on the server.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +13,20 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fairvar.errors import BadInput, RunFailed
 
 Key = ec.EllipticCurvePrivateKey
+AUTHORITY = "fairvar authority"
 
 
 def make_keys(folder: Path, nodes: int, hosts: Sequence[str], days: int = 365) -> list[Path]:
@@ -28,58 +36,54 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str], days: int = 365) -
     if nodes < 1 or days < 1 or not hosts:
         raise BadInput("keys need at least one node, one day and one host name of the server")
     authority, server = _key(), _key()
-    root = _certificate(authority, "fairvar authority", authority, "fairvar authority", days, None)
-    leaf = _certificate(server, hosts[0], authority, "fairvar authority", days, hosts)
-    pem = serialization.Encoding.PEM
-    public: dict[str, bytes] = {
-        "ca.crt": root.public_bytes(pem),
-        "server.pem": leaf.public_bytes(pem),
+    private = {"ca.key": _private(authority), "server.key": _private(server)}
+    root = _certificate(authority, AUTHORITY, authority, days, None)
+    leaf = _certificate(server, hosts[0], authority, days, hosts)
+    public = {
+        "ca.crt": root.public_bytes(Encoding.PEM),
+        "server.pem": leaf.public_bytes(Encoding.PEM),
     }
-    private: dict[str, bytes] = {"ca.key": _pkcs8(authority), "server.key": _pkcs8(server)}
     for number in range(nodes):
         key = _key()
-        private[f"node-{number}"] = key.private_bytes(
-            pem, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
-        )
-        public[f"node-{number}.pub"] = key.public_key().public_bytes(
-            serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-        )
-    return [_write(folder / name, content, 0o600) for name, content in private.items()] + [
-        _write(folder / name, content, 0o644) for name, content in public.items()
-    ]
+        private[f"node-{number}"] = _private(key, PrivateFormat.OpenSSH)
+        ssh = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+        public[f"node-{number}.pub"] = ssh
+    written = [_write(folder / name, content, 0o600) for name, content in private.items()]
+    return written + [_write(folder / name, content, 0o644) for name, content in public.items()]
 
 
 def _key() -> Key:
     return ec.generate_private_key(ec.SECP384R1())
 
 
-def _pkcs8(key: Key) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
-    )
+def _private(key: Key, form: PrivateFormat = PrivateFormat.PKCS8) -> bytes:
+    return key.private_bytes(Encoding.PEM, form, NoEncryption())
 
 
 def _certificate(
-    key: Key, name: str, signer: Key, issuer: str, days: int, hosts: Sequence[str] | None
+    key: Key, name: str, signer: Key, days: int, hosts: Sequence[str] | None
 ) -> x509.Certificate:
-    """Of an authority if there are no hosts, of a server that answers to these otherwise."""
-    now = datetime.now(UTC)
+    """Of a server with these names and addresses; of the authority if `hosts` is None."""
+    now, authority = datetime.now(UTC), hosts is None
+    usage = x509.KeyUsage(
+        digital_signature=not authority, key_cert_sign=authority, crl_sign=authority,
+        content_commitment=False, key_encipherment=False, data_encipherment=False,
+        key_agreement=False, encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+    own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
     builder = (
         x509.CertificateBuilder()
         .subject_name(_named(name))
-        .issuer_name(_named(issuer))
+        .issuer_name(_named(AUTHORITY))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - timedelta(minutes=5))
         .not_valid_after(now + timedelta(days=days))
-        .add_extension(x509.BasicConstraints(ca=hosts is None, path_length=None), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
-        )
-        .add_extension(_usage(hosts is None), critical=True)
+        .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+        .add_extension(own, critical=False)
+        .add_extension(issuer, critical=False)
+        .add_extension(usage, critical=True)
     )
     if hosts is not None:
         names = x509.SubjectAlternativeName([_host(host) for host in hosts])
@@ -91,14 +95,6 @@ def _certificate(
 
 def _named(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-
-
-def _usage(authority: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not authority, key_cert_sign=authority, crl_sign=authority,
-        content_commitment=False, key_encipherment=False, data_encipherment=False,
-        key_agreement=False, encipher_only=False, decipher_only=False,
-    )  # fmt: skip
 
 
 def _host(host: str) -> x509.GeneralName:

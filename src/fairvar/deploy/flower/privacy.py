@@ -1,10 +1,10 @@
-"""Differential privacy by Flower's own means, for methods whose clients send nothing but a model.
+"""Differential privacy with Flower's functions, for methods whose clients send only a model.
 
-`options = "privacy.clipping_norm=1.0 privacy.noise_multiplier=1.0"`: every node cuts its update to
+`options = "privacy.clipping_norm=1.0 privacy.noise_multiplier=1.0"`: every node clips its update to
 the norm with Flower's `fixedclipping_mod`, and the server adds Gaussian noise of noise_multiplier ·
-clipping_norm / (number of replies) to the mean. With `privacy.delta`, Flower's accountant says what
-ε all rounds together have cost. Evaluated rounds are not covered: the scores that nodes report
-there are exact. Flower's noise is drawn from numpy's global generator.
+clipping_norm / (number of replies) to the mean. With `privacy.delta`, Flower's accountant computes
+the ε of all rounds. Evaluations are not covered: the scores that nodes report are exact. Flower
+draws the noise from numpy's global generator.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp.mod import fixedclipping_mod
 from flwr.clientapp.typing import ClientAppCallable
-from flwr.serverapp import (
-    GaussianPrivacyEvent,
-    NeighboringRelation,
-    PrivacyConfig,
-    SamplingMethod,
-)
+from flwr.serverapp import GaussianPrivacyEvent, NeighboringRelation, PrivacyConfig, SamplingMethod
 from flwr.supercore.differential_privacy import (
     KEY_CLIPPING_NORM,
     add_gaussian_noise_inplace,
@@ -43,15 +38,17 @@ class PrivacySettings(Checked, frozen=True, kw_only=True):
 
     clipping_norm: Positive
     noise_multiplier: NonNegative = 1.0
-    delta: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None  # of (ε, δ); None: no account
+    delta: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = (
+        None  # of (ε, δ); None: ε is not computed
+    )
 
     def check(self) -> None:
         if self.delta is not None and self.noise_multiplier == 0:
-            raise BadInput("privacy.delta asks for an account, but without noise ε is infinite")
+            raise BadInput("privacy.delta is given, but without noise ε is infinite")
 
 
 def clipped(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-    """Flower's mod, where the server asked for it."""
+    """Flower's clipping mod, if the server asks for it."""
     if KEY_CLIPPING_NORM not in message.content.config_records.get(FACTS, {}):
         return call_next(message, context)
     replies = []
@@ -62,17 +59,17 @@ def clipped(message: Message, context: Context, call_next: ClientAppCallable) ->
 
     try:
         return fixedclipping_mod(message, context, remember)
-    except ZeroDivisionError:  # Flower divides by the norm; a model that did not move needs no cut
+    except ZeroDivisionError:  # Flower divides by the norm, which is 0 for an update of zeros
         return replies[-1]
 
 
 def request_facts(settings: PrivacySettings | None) -> dict[str, float]:
-    """What a train request says beside the message: how far to cut."""
+    """The clipping norm, which is added to every train request."""
     return {} if settings is None else {KEY_CLIPPING_NORM: settings.clipping_norm}
 
 
 def check_fits(settings: PrivacySettings, method: Method, state: State) -> None:
-    """Noise on the model hides nothing if losses, gradients or statistics travel beside it."""
+    """Refuse methods that also send losses, gradients or statistics, which get no noise."""
     more = sends_loss(method) or method.uses_mean_gradient or method.client_weights == "size"
     if more or state.buffers:
         what = "batch-norm statistics" if state.buffers else ", ".join(method.reveals)
@@ -94,8 +91,8 @@ def noisy(outcome: Outcome, settings: PrivacySettings) -> Outcome:
 
 
 def spent(settings: PrivacySettings | None, clients: int, releases: int) -> dict[str, Any] | None:
-    """What Flower's accountant makes of so many noisy means: of a client being there or not, for
-    whoever sees the models but not the updates; partial participation is given no credit."""
+    """The privacy cost of so many noisy means by Flower's accountant: for the presence of a client,
+    against anybody who sees the models but not the updates, without amplification by sampling."""
     if settings is None or settings.delta is None or not releases:
         return None
     from flwr.serverapp import RdpAccountant

@@ -1,18 +1,20 @@
-"""The ServerApp: a run on Flower ends in the same folder of files as a simulated one.
+"""The ServerApp: a run on Flower is stored in the same files as a simulated one.
 
-After every round a checkpoint is written. The same run, started again, goes on from the last round
-that was saved, whatever happened to the server, its SuperLink or the nodes. `flwr run --stream`
-ends with 0 even if the ServerApp fails; so failed.txt in the run's folder tells that, and why.
+A checkpoint is written after every round. The same run, started again, continues from the last
+checkpoint, whatever happened to the server, its SuperLink or the nodes. `flwr run --stream` ends
+with 0 even if the ServerApp fails, so the file failed.txt in the run's folder says why it failed.
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -21,11 +23,12 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from fairvar.deploy.flower import Model
-from fairvar.deploy.flower.grid import GridTransport
+from fairvar.deploy.flower.apps import Model
 from fairvar.deploy.flower.privacy import check_fits, noisy, request_facts, spent
-from fairvar.deploy.flower.secure import SecureTransport, check_model
+from fairvar.deploy.flower.secure import check_model
+from fairvar.deploy.flower.secure_server import SecureTransport
 from fairvar.deploy.flower.setup import Setup, read_setup
+from fairvar.deploy.flower.transport import LOG, GridTransport
 from fairvar.deploy.guard import Refusal
 from fairvar.deploy.notes import Notes, RoundNote
 from fairvar.deploy.run import Federated, check_start, federate, first_state
@@ -38,26 +41,27 @@ from fairvar.runs.identity import (
     Identity,
     checkpoint_key,
     code_of,
-    code_sha256,
     data_sha256,
+    fingerprint,
     version_of,
 )
-from fairvar.runs.runner import federation_of, record_federation, run_files, store_run
+from fairvar.runs.runner import federation_of, record_federation, run_files
 from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
+from fairvar.runs.source_code import code_sha256
 from fairvar.runs.store import (
     check_writable,
     is_complete,
     lock_of,
     read_checkpoints,
+    store_run,
     write_checkpoint,
     write_text,
 )
 from fairvar.runs.stored import Deployed, StoredRun
 from fairvar.tree import Tree
 
-LOG = logging.getLogger("flwr.fairvar")
 FAILED = "failed.txt"
-SECONDS_FOR_ANOTHER = 60.0  # to end, before this server gives up
+SECONDS_FOR_ANOTHER = 60.0  # for another server of this run to end
 
 
 def make_server_app(model: Model | None) -> ServerApp:
@@ -71,7 +75,7 @@ def make_server_app(model: Model | None) -> ServerApp:
 
 
 def run_on(grid: Grid, setup: Setup) -> Path:
-    """All rounds on this grid; the folder of the finished run."""
+    """Train on this grid; returns the folder of the finished run."""
     check_writable(setup.out)
     torch.set_num_threads(setup.config.train.threads)
     folder = folder_of(setup)
@@ -92,7 +96,7 @@ def run_on(grid: Grid, setup: Setup) -> Path:
 
 @contextmanager
 def _one_server(folder: Path) -> Iterator[None]:
-    """(The server of a run that was stopped may need a while to notice.)"""
+    """Hold the lock of the run. A server that was stopped may need a while to end."""
     try:
         with lock_of(folder, SECONDS_FOR_ANOTHER):
             folder.mkdir(exist_ok=True)
@@ -124,12 +128,14 @@ def _rounds(grid: Grid, setup: Setup, folder: Path) -> Federated:
 
 
 def _store(setup: Setup, folder: Path, history: History, notes: Notes) -> None:
-    passport = _passport(setup) if setup.own_data else None
-    if passport is None:
+    passport = None
+    if setup.own_data:
+        passport = {"dataset": setup.config.data.name, "clients": setup.agreed.clients}
+    else:
         record_federation(folder.parent, federation_of(setup.config))
     more = {
-        "refused.csv": _refusals(notes.refused),
-        "rounds.csv": _participants(notes.rounds),
+        "refused.csv": _csv(notes.refused, Refusal._fields),  # every reply that was left out
+        "rounds.csv": _csv(notes.rounds, RoundNote._fields),  # the clients of every round
         "federation.json": _terms(setup, history.rounds),
     }
     files = run_files(setup.config, history, passport, more, _identity(setup),
@@ -145,10 +151,10 @@ def _store(setup: Setup, folder: Path, history: History, notes: Notes) -> None:
 
 
 def _deployed(setup: Setup, history: History) -> Deployed:
-    """What is known of the run, for reports: the server sees neither data nor their partition."""
-    model, told = setup.agreed.model, history.samples.get("train")
+    """Facts for reports: the server sees neither the data nor their partition."""
+    model, sizes = setup.agreed.model, history.samples.get("train")
     return Deployed(
-        nodes=0 if told is None else int((told > 0).sum()),
+        nodes=0 if sizes is None else int((sizes > 0).sum()),
         own_data=setup.own_data,
         own_model=setup.own_model,
         model=type(model).__name__ if setup.own_model else setup.config.model.name,
@@ -164,30 +170,30 @@ def _transport(grid: Grid, setup: Setup) -> GridTransport:
 
 
 def folder_of(setup: Setup) -> Path:
-    """Named as a simulated run's, and "flower"."""
+    """The name of a simulated run's folder, followed by "-flower"."""
     return setup.out / _identity(setup).name
 
 
 def _identity(setup: Setup) -> Identity:
-    """What the run computes. Nodes keep their own data: nobody here knows their checksums."""
+    """What the run computes. The checksums of nodes' own data are not known."""
     config, model = setup.config, setup.agreed.model
     code = code_of(config)
     if setup.own_model and isinstance(model, nn.Module):
         code = code_sha256(type(config.method), *dict.fromkeys(map(type, model.modules())))
     return Identity(
-        config.fingerprint,
+        fingerprint(config),
         None if setup.own_data else data_sha256(config.data),
         version_of(config.method),
         code,
-        hashlib.sha256(msgspec.json.encode(_beside(setup), order="sorted")).hexdigest(),
+        hashlib.sha256(msgspec.json.encode(_further_settings(setup), order="sorted")).hexdigest(),
     )
 
 
-def _beside(setup: Setup) -> dict[str, object]:
-    """What decides the numbers and is not in the configuration; None where it is the usual."""
+def _further_settings(setup: Setup) -> dict[str, object]:
+    """What decides the numbers and is not in the configuration; None for defaults."""
     rules, usual, agreed = setup.rules, FederationSettings(), setup.agreed
     caps, usual_caps = ((r.loss_cap, r.weight_cap, r.largest) for r in (rules, usual))
-    wary, usual_wary = (
+    bounds, usual_bounds = (
         (r.norm_bound, r.mean_loss_bound, r.average, r.liars) for r in (rules, usual)
     )
     return {
@@ -197,18 +203,18 @@ def _beside(setup: Setup) -> dict[str, object]:
         "start": None if setup.start is None else StoredRun.open(setup.start).manifest["sha256"],
         "data": (agreed.input_shape, agreed.classes) if setup.own_data else None,
         "model": _outline(agreed.model) if setup.own_model else None,
-        **({} if wary == usual_wary else {"defences": wary}),
+        **({} if bounds == usual_bounds else {"defences": bounds}),
     }
 
 
 def _outline(model: nn.Module | str) -> object:
-    """The app's own model as far as it can be told: its layers and the shapes of its tensors."""
+    """Layers and tensor shapes of the app's own model."""
     tensors = model.state_dict() if isinstance(model, nn.Module) else {}
     return repr(model), {name: tuple(leaf.shape) for name, leaf in tensors.items()}
 
 
 def _terms(setup: Setup, rounds: int) -> bytes:
-    """Under which rules the run was made, and what privacy its rounds have cost."""
+    """The rules of the run, and the privacy that its rounds have cost."""
     start = None if setup.start is None else str(setup.start)
     terms = {"federation": setup.rules, "privacy": setup.privacy, "secure": setup.secure}
     account = spent(setup.privacy, setup.agreed.clients, rounds)
@@ -216,7 +222,7 @@ def _terms(setup: Setup, rounds: int) -> bytes:
 
 
 def _start(setup: Setup, folder: Path) -> Checkpoint | None:
-    """The newest checkpoint of this run; else the run to start from; else nothing."""
+    """The newest checkpoint of this run, or the run to start from."""
     newest = max(_checkpoints(setup, folder), key=lambda c: c.state.round, default=None)
     fresh = first_state(setup.agreed)
     if newest is not None or setup.start is None:
@@ -234,8 +240,9 @@ def _start(setup: Setup, folder: Path) -> Checkpoint | None:
 
 
 def _checkpoints(setup: Setup, folder: Path) -> list[Checkpoint]:
-    """Those that can be continued. Rounds on real nodes are not thrown away in silence: where there
-    are only others, the run is refused. Other versions of fairvar or torch may continue."""
+    """Checkpoints to resume from. Rounds on real nodes are never discarded silently: if there are
+    only checkpoints of other runs, this run is refused. Other versions of fairvar or torch may
+    resume."""
     identity, found, refused = _identity(setup), list[Checkpoint](), list[str]()
     for payload in read_checkpoints(folder):
         try:
@@ -262,24 +269,11 @@ def _shapes(tree: Tree) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (leaf.shape, leaf.dtype) for name, leaf in tree.items()}
 
 
-def _passport(setup: Setup) -> dict[str, object]:
-    return {"dataset": setup.config.data.name, "clients": setup.agreed.clients}
-
-
-def _refusals(refused: list[Refusal]) -> bytes:
-    """Every reply that was left out, and why."""
-    lines = [",".join(Refusal._fields)]
-    for r in refused:
-        detail = r.detail.replace('"', "'").replace("\n", " ")
-        lines.append(f'{r.round},{r.attempt},{r.exchange},{r.client},{r.reason.value},"{detail}"')
-    return ("\n".join(lines) + "\n").encode()
-
-
-def _participants(rounds: list[RoundNote]) -> bytes:
-    """Who made each round; `limited`, `shortened`: whose weight or arrays the limits have cut;
-    `bound`: to which keys clients belong from this round on."""
-    lines = [",".join(RoundNote._fields)]
-    for note in rounds:
-        found = (" ".join(map(str, column)) for column in note[1:])
-        lines.append(",".join([str(note.round), *found]))
-    return ("\n".join(lines) + "\n").encode()
+def _csv(rows: Sequence[tuple[Any, ...]], fields: Sequence[str]) -> bytes:
+    """A table with one row per record; lists are separated by spaces."""
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(fields)
+    for row in rows:
+        writer.writerow([" ".join(map(str, v)) if isinstance(v, list | tuple) else v for v in row])
+    return text.getvalue().encode()

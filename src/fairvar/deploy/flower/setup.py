@@ -1,15 +1,15 @@
 """A Flower app's run configuration as a `Config`: what the server and every node agree on.
 
-Flower's run configuration is flat and of fixed keys; everything else goes into two strings:
+Flower's run configuration is flat and has fixed keys; everything else goes into two strings:
 
     method = "fairgrad"                  any name of `fairvar methods`
     method-options = "strength=0.1 exact=true"
     data = "digits"                      an embedded set (node i holds part i), or "npz", "folder":
                                          every node's own files
-    clients = 5                          all that may ever take part
-    rounds = 3                           in all; a run that starts from a state counts its rounds
+    clients = 5                          the number of all possible clients
+    rounds = 3                           in all, including those of the run to start from
     options = "train.batch_size=16 federation.deadline=60"    any other key of a fairvar file
-    input-shape = "64", classes = 10     of one sample: only for nodes' own files
+    input-shape = "64", classes = 10     of one sample; only for nodes' own files
     out = "runs"                         where the server writes the run
     start = ""                           the folder of a finished run to start from
     secure-aggregation = false           true: the server learns sums over clients only (`secure`)
@@ -21,13 +21,14 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
+from torch import nn
 
 from fairvar.data.sources import OWN
-from fairvar.deploy.flower import Model
+from fairvar.deploy.flower.apps import Model
 from fairvar.deploy.flower.privacy import PrivacySettings
 from fairvar.deploy.flower.secure import SECURE, SecureSettings, check_carries
 from fairvar.deploy.robust import check_average
@@ -35,7 +36,7 @@ from fairvar.deploy.run import Agreement
 from fairvar.deploy.settings import OFF, FederationSettings
 from fairvar.engine.batches import Participation
 from fairvar.errors import BadInput
-from fairvar.runs.config import Config, merge_overrides, refuse_unknown
+from fairvar.runs.config import Config, assign, merge_overrides, refuse_unknown
 from fairvar.runs.runner import federation_of, initial_model
 from fairvar.validation import Checked
 
@@ -53,71 +54,56 @@ TEXTS = ("method-options", "options", "input-shape", "out", "start")
 KNOWN = dict.fromkeys((*PLACES, *TEXTS, "classes", SECURE), object)
 
 
-@dataclass(frozen=True)
-class Setup:
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """The run configuration, checked; no data are read."""
+
     config: Config
     rules: FederationSettings
     privacy: PrivacySettings | None
     secure: SecureSettings | None
-    agreed: Agreement
     out: Path
     start: Path | None
-    own_model: bool  # the app's, which the configuration does not know
 
     @property
     def own_data(self) -> bool:
-        """The nodes' own files: nobody else knows how many samples there are, or of what."""
+        """Whether nodes train on their own files, which the server does not know."""
         return self.config.data.name in OWN
 
 
-class Terms(NamedTuple):
-    """What the run configuration says, before any data are looked at."""
+@dataclass(frozen=True, kw_only=True)
+class Setup(Terms):
+    """What the server and every node agree on."""
 
-    config: Config
-    rules: FederationSettings
-    privacy: PrivacySettings | None
-    secure: SecureSettings | None
-    texts: dict[str, str]
+    agreed: Agreement
+    own_model: bool  # the app's; otherwise that of the configuration
 
 
 def read_setup(run_config: Mapping[str, Any], model: Model | None = None) -> Setup:
     """Check the run configuration, on the server and on every node alike."""
-    config, rules, privacy, secure, texts = read_terms(run_config)
-    agreed = _agreement(config, model, texts["input-shape"], run_config.get("classes"))
-    if secure is not None:
-        # Scores of clients' own models would travel beside the masked ones, in the clear.
-        unseen = msgspec.structs.replace(agreed.evaluate, local=False)
-        agreed = replace(agreed, evaluate=unseen)
-        config = msgspec.structs.replace(config, evaluate=unseen)
-    return Setup(
-        config=config,
-        rules=rules,
-        privacy=privacy,
-        secure=secure,
-        agreed=agreed,
-        out=Path(texts["out"] or "runs"),
-        start=Path(texts["start"]) if texts["start"] else None,
-        own_model=model is not None,
-    )
+    terms = read_terms(run_config)
+    if terms.secure is not None:  # scores of local models would be sent unmasked
+        unseen = msgspec.structs.replace(terms.config.evaluate, local=False)
+        terms = replace(terms, config=msgspec.structs.replace(terms.config, evaluate=unseen))
+    shape, classes = str(run_config.get("input-shape", "")), run_config.get("classes")
+    agreed = _agreement(terms.config, model, shape, classes)
+    return Setup(**vars(terms), agreed=agreed, own_model=model is not None)
 
 
 def read_terms(run_config: Mapping[str, Any]) -> Terms:
     refuse_unknown(run_config, KNOWN, "")
-    usual = msgspec.to_builtins(Config().partition)
-    values: dict[str, Any] = {"method": {}, "partition": usual}
+    values: dict[str, Any] = {"method": {}, "partition": msgspec.to_builtins(Config().partition)}
     for key, place in PLACES.items():
         if key in run_config:
-            section, _, name = place.partition(".")
-            values.setdefault(section, {})[name] = run_config[key]
+            assign(values, place, run_config[key])
     texts = {key: str(run_config.get(key, "")) for key in TEXTS}
     overrides = [f"method.{text}" for text in _words(texts["method-options"], "method-options")]
     values = merge_overrides(values, [*overrides, *_words(texts["options"], "options")])
-    told = values.pop("federation", {})
-    rules = _section(FederationSettings, told)
+    given = values.pop("federation", {})
     private, masked = values.pop("privacy", None), values.pop("secure", None)
-    config = Config.from_dict(values)
+    rules = _section(FederationSettings, given)
     privacy = None if private is None else _section(PrivacySettings, private)
-    secure = None
+    config, secure = Config.from_dict(values), None
     if run_config.get(SECURE):
         secure = _section(SecureSettings, masked or {})
         train, clients = config.train, config.data.clients
@@ -126,18 +112,24 @@ def read_terms(run_config: Mapping[str, Any]) -> Terms:
     elif masked is not None:
         raise BadInput(f"secure.* is given without {SECURE} = true")
     check_average(rules, config.method)
-    rules = _where_they_act(rules, told, privacy, secure)
-    return Terms(config, rules, privacy, secure, texts)
+    return Terms(
+        config=config,
+        rules=_possible_bounds(rules, given, privacy, secure),
+        privacy=privacy,
+        secure=secure,
+        out=Path(texts["out"] or "runs"),
+        start=Path(texts["start"]) if texts["start"] else None,
+    )
 
 
-def _where_they_act(
+def _possible_bounds(
     rules: FederationSettings,
-    told: Mapping[str, Any],
+    given: Mapping[str, Any],
     privacy: PrivacySettings | None,
     secure: SecureSettings | None,
 ) -> FederationSettings:
-    """Bounds that look at single replies, or at what other clients sent, are off where they cannot
-    act or would void what the noise promises; asked for, they are refused."""
+    """Switch off bounds on single replies, or that compare clients, where they cannot work or
+    would void the promise of the noise; refuse them if they are given."""
     if secure is not None:
         why = "secure aggregation hides single replies"
     elif privacy is not None:
@@ -148,8 +140,8 @@ def _where_they_act(
         raise BadInput(f"federation.average = {rules.average!r}: {why}; leave it out")
     names = ("norm_bound", "mean_loss_bound")
     for name in names:
-        if told.get(name, OFF) != OFF:
-            raise BadInput(f"federation.{name} = {told[name]}: {why}; leave it out")
+        if given.get(name, OFF) != OFF:
+            raise BadInput(f"federation.{name} = {given[name]}: {why}; leave it out")
     return msgspec.structs.replace(rules, **dict.fromkeys(names, OFF))
 
 
@@ -181,8 +173,15 @@ def _agreement(
     else:
         data = federation_of(config)
         shape, classes = data.input_shape, data.classes
+    module: nn.Module
+    if model is None:
+        module = initial_model(config, shape, classes or 1)
+    else:
+        with torch.random.fork_rng(devices=[]):  # the initial model follows from the seed
+            torch.manual_seed(config.train.seed)
+            module = model()
     return Agreement(
-        model=_module(config, model, shape, classes),
+        model=module,
         method=config.method,
         loss=config.model.loss,
         train=config.train,
@@ -191,16 +190,6 @@ def _agreement(
         input_shape=shape,
         classes=classes,
     )
-
-
-def _module(
-    config: Config, model: Model | None, shape: tuple[int, ...], classes: int | None
-) -> Any:
-    if model is not None:
-        with torch.random.fork_rng(devices=[]):  # the server's first model is the seed's
-            torch.manual_seed(config.train.seed)
-            return model()
-    return initial_model(config, shape, classes or 1)
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Messages as Flower's records: one ArrayRecord and one ConfigRecord each way, nothing pickled.
 
-One record of arrays, because Flower's privacy mods demand exactly one; the train exchange is a
-plain `train` message, because they act on nothing else.
+There is one record of arrays because Flower's privacy mods require exactly one, and the train
+exchange is a plain `train` message because these mods act on no other type.
 """
 
 from __future__ import annotations
@@ -25,24 +25,12 @@ from fairvar.deploy.messages import Message, Number, Stamp
 ARRAYS, FACTS, NUMBER = "arrays", "message", "number/"
 KINDS = {"probe": "query.probe", "train": "train", "evaluate": "evaluate"}  # message types
 HELLO = "query.hello"
-DTYPES: dict[np.dtype[Any], torch.dtype] = {  # that travel
-    np.dtype(name): getattr(torch, name)
-    for name in (
-        "float16",
-        "float32",
-        "float64",
-        "uint8",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "bool",
-    )
-}
+_NAMES = ("float16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool")
+DTYPES: dict[np.dtype[Any], torch.dtype] = {np.dtype(n): getattr(torch, n) for n in _NAMES}
 
 
 def to_records(message: Message, more: Mapping[str, float] | None = None) -> RecordDict:
-    """`more` are facts for Flower's own mods."""
+    """`more`: numbers for Flower's mods."""
     arrays = {name: Array(leaf.numpy(force=True)) for name, leaf in message.arrays.items()}
     facts: dict[str, Any] = {"client": message.client, **message.stamp._asdict()}
     facts |= {f"{NUMBER}{name}": value for name, value in message.numbers.items()}
@@ -50,7 +38,7 @@ def to_records(message: Message, more: Mapping[str, float] | None = None) -> Rec
 
 
 class Unreadable(ValueError):
-    """No message of fairvar's, or not one of the form that was asked for."""
+    """Not a message of fairvar, or not of the form that was asked for."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(f"not a message of fairvar's: {detail}")
@@ -58,8 +46,8 @@ class Unreadable(ValueError):
 
 
 def from_records(records: RecordDict, like: Mapping[str, Tensor] | None = None) -> Message:
-    """`Unreadable`, whatever is wrong with it; what it says is for the guard to judge. Arrays that
-    are not `like` what was asked for are refused by their headers, before they take memory."""
+    """Raises `Unreadable` for any defect of form; the guard checks the values. Arrays whose shapes
+    and types differ from `like` are refused by their headers, before memory is allocated."""
     try:
         facts: dict[str, Any] = dict(records.config_records[FACTS])
         stamp = Stamp(facts["exchange"], facts["round"], facts["attempt"], facts["format"])
@@ -80,7 +68,7 @@ def from_records(records: RecordDict, like: Mapping[str, Tensor] | None = None) 
 
 
 class Header(NamedTuple):
-    """What an array's own header says, and its bytes."""
+    """The header of an array, and its bytes."""
 
     form: Form
     dtype: np.dtype[Any]
@@ -100,11 +88,11 @@ def _opened(array: Array) -> Header:
 
 
 def header_of(content: bytes) -> Header:
-    """Of the .npy format. ValueError and others; numpy's own reader would first allocate what the
-    header claims, and would open an .npz as well."""
+    """Read the .npy format; raises ValueError and others. (numpy's reader would first allocate the
+    size that the header claims, and would open an .npz as well.)"""
     file = BytesIO(content)
     read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-    with catch_warnings(action="error"):  # of headers that only Python 2 has written
+    with catch_warnings(action="error"):  # for headers that only Python 2 wrote
         shape, columns_first, dtype = read[npy.read_magic(file)](file)
     data = memoryview(content)[file.tell() :]
     if dtype not in DTYPES or any(type(n) is not int or n < 0 for n in shape):

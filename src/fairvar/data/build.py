@@ -1,0 +1,293 @@
+"""From a data set's name to a `Federation`: deal the samples, split each client, note it all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args
+
+import msgspec
+import numpy as np
+import torch
+from jaxtyping import Float, Int64, Integer
+
+from fairvar import rng
+from fairvar.data import builtin, sources
+from fairvar.data.dataset import Dataset, check_part, subsample
+from fairvar.data.federation import SPLITS, Federation, Split
+from fairvar.data.partition import Assignment, Dirichlet, Natural, Partition, statistics_of
+from fairvar.errors import BadInput, shown, unknown
+
+Holdout = Literal["auto", "split", "pool"]
+Rows = list[np.ndarray]  # sample indices per client
+
+DEFAULT_SPLIT = (0.8, 0.1, 0.1)
+
+# (clients, seed) → data. A `Dataset` is still to be dealt to clients, a `Federation` comes dealt.
+DATASETS: dict[str, Callable[[int, int], Dataset | Federation]] = {
+    "mnist_1000": lambda clients, seed: builtin.mnist_1000(),
+    "digits": lambda clients, seed: builtin.digits(),
+    "quadratic": lambda clients, seed: builtin.random_quadratics(clients, 10, seed)[0],
+    "logistic": lambda clients, seed: builtin.logistic(clients, seed=seed),
+}
+
+
+DATASET_NAMES = (*DATASETS, *sources.SOURCES)
+
+
+def dataset_sha256(name: str, root: str | Path | None = None) -> str | None:
+    """Which data a name stands for here, by its SHA-256; None where they are made from the
+    settings. The files must be there, and are read only if they are new or have changed."""
+    if name in sources.SOURCES:
+        return sources.sha256_of(name, root)
+    _check_no_root(name, root)
+    return builtin.SHA256.get(f"{name}.npz")
+
+
+def _check_no_root(name: str, root: str | Path | None) -> None:
+    if root is not None:
+        raise BadInput(f"{name} is part of the package; leave root out")
+
+
+def load_federation(
+    name: str,
+    clients: int = 50,
+    partition: Partition | None = None,
+    seed: int = 0,
+    *,
+    split: tuple[float, float, float] = DEFAULT_SPLIT,
+    holdout: Holdout = "auto",
+    pool_samples: int = 200,
+    fraction: float = 1.0,
+    samples: int | None = None,
+    root: str | Path | None = None,
+) -> Federation:
+    """A federation by the name of its data; without a partition, Dirichlet(alpha=0.1).
+
+    `split`: shares of train, valid and test of each client. `holdout`: with "pool" clients train on
+    all their samples and are validated and tested on `pool_samples` each from the data set's pool;
+    "auto" does so where there is a pool. `seed` decides who holds what, not how training runs.
+
+    Sets that are read from files (`sources.SOURCES`) merge their official training and test parts,
+    unless holdout is "pool": then the test part is the pool. `root` is where the files lie;
+    `fraction` or `samples` take a stratified part, always the same one.
+    """
+    if not isinstance(name, str) or name not in DATASET_NAMES:
+        raise unknown("data set", name, DATASET_NAMES)
+    if not isinstance(root, str | Path | None):
+        raise BadInput(f"root = {shown(root)}: give the path of a folder or file")
+    _check_wishes(clients, partition, seed, split, holdout, pool_samples, fraction, samples)
+    data: Dataset | Federation
+    if name in sources.SOURCES:
+        data = sources.load(name, root, pool=holdout == "pool")
+    else:
+        _check_no_root(name, root)
+        data = DATASETS[name](clients, seed)
+    if isinstance(data, Dataset):
+        return build_federation(
+            data, clients, partition or Dirichlet(alpha=0.1), seed, split, holdout, pool_samples,
+            fraction=fraction, samples=samples,
+        )  # fmt: skip
+    if not (partition is None or isinstance(partition, Natural)):
+        raise BadInput(f"{name} is made client by client; leave the partition out or use natural")
+    if split != DEFAULT_SPLIT or holdout != "auto":
+        raise BadInput(f"{name} comes with its own splits; leave split and holdout out")
+    if fraction != 1 or samples is not None:
+        raise BadInput(f"{name} is made client by client; leave fraction and samples out")
+    return data
+
+
+def build_federation(
+    dataset: Dataset,
+    clients: int,
+    partition: Partition,
+    seed: int = 0,
+    split: tuple[float, float, float] = DEFAULT_SPLIT,
+    holdout: Holdout = "auto",
+    pool_samples: int = 200,
+    *,
+    fraction: float = 1.0,
+    samples: int | None = None,
+) -> Federation:
+    """Deal a data set to clients and split each client's part (see `load_federation`)."""
+    if not isinstance(dataset, Dataset):
+        raise BadInput(f"dataset must be a fairvar Dataset, not {type(dataset).__name__}")
+    if partition is None:
+        raise BadInput(f"partition = None: {PARTITION}")
+    _check_wishes(clients, partition, seed, split, holdout, pool_samples, fraction, samples)
+    dataset = subsample(dataset, fraction, samples)
+    if holdout == "auto":
+        holdout = "split" if dataset.pool_x is None else "pool"
+    shares = _checked_split(split)
+    draw = rng.stream(seed, "partition", dataset.name)
+    assignment = partition.assign(dataset.y, clients, draw, dataset.groups)
+    if holdout == "pool":
+        rows = _from_pool(dataset, assignment, seed, pool_samples)
+    else:
+        rows = _from_split(assignment, seed, shares)
+    drawn = {
+        "fraction": fraction,
+        "samples": samples,
+        "partition": msgspec.to_builtins(partition),
+        "seed": seed,
+        "holdout": holdout,
+        "split": list(shares) if holdout == "split" else None,
+        "pool_samples": pool_samples if holdout == "pool" else None,
+        "split_sizes": {part: [len(r) for r in of] for part, of in rows.items()},
+    }
+    facts = {**statistics_of(dataset.y, assignment), **_facts(dataset), **drawn}
+    splits: dict[str, Any] = {
+        part: _laid_out(dataset, of, holdout == "pool" and part != "train")
+        for part, of in rows.items()
+    }
+    return Federation(**splits, classes=dataset.classes, name=dataset.name, provenance=facts)
+
+
+def _facts(dataset: Dataset) -> dict[str, Any]:
+    scale = dataset.scale
+    return {
+        "dataset": dataset.name,
+        "dataset_sha256": dataset.sha256,
+        "provenance": dataset.provenance,
+        "normalisation": scale and {"mean": list(scale.mean), "sd": list(scale.sd)},
+    }
+
+
+PARTITION = "give an object such as Dirichlet(alpha=0.1), Shards(), IID() or Natural()"
+
+
+def _check_wishes(
+    clients: object, partition: object, seed: object, split: object, holdout: object,
+    pool_samples: object, fraction: object, samples: object,
+) -> None:  # fmt: skip
+    """All that can be said before anything large is read."""
+    for name, value, least in (
+        ("clients", clients, 1), ("seed", seed, 0), ("pool_samples", pool_samples, 1),
+        ("samples", samples, 1),
+    ):  # fmt: skip
+        optional = name == "samples" and value is None
+        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if not optional and not (whole and value >= least):  # type: ignore[operator]
+            raise BadInput(f"{name} = {shown(value)}: give a whole number, at least {least}")
+    if not isinstance(partition, (*get_args(Partition), NoneType)):
+        raise BadInput(f"partition = {shown(partition)}: {PARTITION}")
+    if not isinstance(holdout, str) or holdout not in get_args(Holdout):
+        raise unknown("holdout", holdout, get_args(Holdout))
+    if not isinstance(fraction, int | float) or isinstance(fraction, bool):
+        raise BadInput(f"fraction = {shown(fraction)}: give a number above 0 and at most 1")
+    check_part(fraction, samples)  # type: ignore[arg-type]
+    _checked_split(split)
+
+
+def _checked_split(split: Any) -> tuple[float, float, float]:
+    numbers = isinstance(split, tuple | list) and all(isinstance(s, int | float) for s in split)
+    if not numbers or len(split) != 3:
+        raise BadInput(f"split = {shown(split)}: give the shares of train, valid and test, for "
+                       "example (0.8, 0.1, 0.1)")  # fmt: skip
+    train, valid, test = split
+    if not (train > 0 and min(valid, test) >= 0 and abs(train + valid + test - 1) < 1e-6):
+        raise BadInput(f"split = {split}: the shares of train, valid and test must be at least 0 "
+                       "and sum to 1, with train above 0; for example (0.8, 0.1, 0.1)")  # fmt: skip
+    return train, valid, test
+
+
+def held_out_counts(samples: int, valid: float, test: float) -> tuple[int, int]:
+    """How many of a client's samples validate and test: the share, rounded down.
+
+    From 3 samples on at least one each (unless the share is 0); one always stays for training.
+    """
+    least = 1 if samples >= 3 else 0
+    counts = [
+        max(int(samples * share + 1e-9), least) if share > 0 else 0 for share in (valid, test)
+    ]
+    while sum(counts) >= samples:  # only where the shares leave nearly nothing for training
+        counts[counts.index(max(counts))] -= 1
+    return counts[0], counts[1]
+
+
+def _from_split(
+    assignment: Assignment, seed: int, split: tuple[float, float, float]
+) -> dict[str, Rows]:
+    rows: dict[str, Rows] = {part: [] for part in SPLITS}
+    for client, owned in enumerate(assignment.indices):
+        shuffled = rng.stream(seed, "split", client).permutation(owned)
+        valid, test = held_out_counts(len(owned), split[1], split[2])
+        pieces = np.split(shuffled, [len(owned) - valid - test, len(owned) - test])
+        for part, piece in zip(SPLITS, pieces, strict=True):
+            rows[part].append(piece)
+    wanted = [part for part, share in zip(SPLITS, split, strict=True) if share > 0]
+    for part in wanted:
+        if not any(len(piece) for piece in rows[part]):
+            raise BadInput(f"no client has the 3 samples it takes to hold out {part} data; use "
+                           "fewer clients or split = (1, 0, 0)")  # fmt: skip
+    return {part: rows[part] for part in wanted}
+
+
+def _from_pool(
+    dataset: Dataset, assignment: Assignment, seed: int, pool_samples: int
+) -> dict[str, Rows]:
+    """All own samples train. Validation and test come from two halves of the pool, own label mix.
+
+    Clients may share pool images, a client has none twice, and no image validates and tests.
+    """
+    if dataset.pool_x is None or dataset.pool_y is None:
+        raise BadInput(f"data set {dataset.name} has no pool; use holdout 'split' or 'auto'")
+    if pool_samples < 1:
+        raise BadInput(f"pool_samples = {pool_samples}; use at least 1, or holdout 'split'")
+    rows = {"train": assignment.indices}
+    labels, code = np.unique(dataset.y, return_inverse=True)
+    halves = _pool_halves(dataset.pool_y, labels, seed)
+    for part, members_by_label in halves.items():
+        room = np.array([len(members) for members in members_by_label])
+        rows[part] = []
+        for client, owned in enumerate(assignment.indices):
+            count = np.bincount(code[owned], minlength=len(labels))
+            draw = rng.stream(seed, "pool", part, client)
+            quota = _label_quota(count, room, pool_samples)
+            chosen = [draw.permutation(m)[:q] for m, q in zip(members_by_label, quota, strict=True)]
+            rows[part].append(np.concatenate(chosen))
+    return rows
+
+
+def _pool_halves(
+    pool_y: Integer[np.ndarray, " P"], labels: Integer[np.ndarray, " labels"], seed: int
+) -> dict[str, Rows]:
+    """The pool's indices per label, cut at random into a half for validation and one for test."""
+    halves: dict[str, Rows] = {"valid": [], "test": []}
+    for label in labels:
+        members = np.flatnonzero(pool_y == label)
+        if len(members) < 2:
+            raise BadInput(f"the pool holds {len(members)} samples of label {label}, but "
+                           "validation and test need one each; use holdout 'split'")  # fmt: skip
+        shuffled = rng.stream(seed, "pool", int(label)).permutation(members)
+        halves["valid"].append(shuffled[: len(members) // 2])
+        halves["test"].append(shuffled[len(members) // 2 :])
+    return halves
+
+
+def _label_quota(
+    count: Int64[np.ndarray, " labels"], room: Int64[np.ndarray, " labels"], wanted: int
+) -> Int64[np.ndarray, " labels"]:
+    """How many pool samples of each label: the client's mix, by largest remainders.
+
+    Where the half holds too few of a label the whole sample shrinks, so that the mix stays true.
+    """
+    held = count > 0
+    share: Float[np.ndarray, " labels"] = count / count.sum()
+    fits = int((room[held] / share[held]).min() + 1e-9)
+    exact = share * min(wanted, max(fits, 1))
+    quota = np.floor(exact + 1e-9).astype(np.int64)
+    missing = round(float(exact.sum())) - int(quota.sum())
+    quota[np.argsort(quota - exact, kind="stable")[:missing]] += 1
+    return np.minimum(quota, room)
+
+
+def _laid_out(dataset: Dataset, rows: Rows, from_pool: bool) -> Split:
+    """The samples of all clients, gathered straight into their final place.
+
+    `Dataset` has checked values and labels; `Federation.from_arrays` would copy them twice more.
+    """
+    x, y = dataset.gather(np.concatenate(rows), from_pool)
+    counts = torch.tensor([len(r) for r in rows], dtype=torch.int64)
+    return Split(torch.from_numpy(x), torch.from_numpy(y), counts)

@@ -1,0 +1,195 @@
+"""Data sets that need no files: two small real ones inside the package, and synthetic federations
+whose optimum or law is known, against which theory and engine are checked.
+
+`embedded/README.md` says where the real ones come from; `tools/make_embedded.py` rebuilds them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from importlib import resources
+
+import numpy as np
+from jaxtyping import Float, Float32, Float64, Int64, UInt8
+
+from fairvar import rng
+from fairvar.data.dataset import Dataset
+from fairvar.data.federation import Federation
+from fairvar.data.partition import Natural, statistics_of
+from fairvar.errors import BadInput, IntegrityError
+
+MOST_CLIENTS = 200_000  # of a synthetic federation: about 2 GB of samples
+SHA256 = {
+    "mnist_1000.npz": "b4e692f921685e2ee207398b88076216efe68ac802ac7c6a7d77c21a1017e030",
+    "digits.npz": "35ca2870ddda628aecd42364588fe5012bdb3df9ce91b9b943752b82b02f04c9",
+}
+MNIST_MEAN, MNIST_SD_OVER_PIXELS = 0.1307, 0.3015  # FL-bench's constants, on [0, 1] pixels
+
+
+def mnist_1000() -> Dataset:
+    """1,000 MNIST training images, 100 per class; pool: 4,000 test images, 400 per class."""
+    arrays = _read("mnist_1000.npz")
+    return Dataset(
+        name="mnist_1000",
+        x=_mnist_pixels(arrays["x"]),
+        y=arrays["y"].astype(np.int64),
+        classes=10,
+        pool_x=_mnist_pixels(arrays["pool_x"]),
+        pool_y=arrays["pool_y"].astype(np.int64),
+        sha256=SHA256["mnist_1000.npz"],
+        provenance="stratified sample of the original MNIST train and t10k files",
+    )
+
+
+def digits() -> Dataset:
+    """1,797 handwritten digits of 8 × 8 pixels (the UCI optdigits test set, as in scikit-learn)."""
+    arrays = _read("digits.npz")
+    return Dataset(
+        name="digits",
+        x=(arrays["x"] / np.float32(16)).astype(np.float32)[:, None],
+        y=arrays["y"].astype(np.int64),
+        classes=10,
+        sha256=SHA256["digits.npz"],
+        provenance="UCI optdigits test set as packaged by scikit-learn",
+    )
+
+
+def _mnist_pixels(raw: UInt8[np.ndarray, "N 28 28"]) -> Float32[np.ndarray, "N 1 28 28"]:
+    pixels = (raw / 255.0 - MNIST_MEAN) / MNIST_SD_OVER_PIXELS
+    return pixels.astype(np.float32)[:, None]
+
+
+def _read(file: str) -> dict[str, np.ndarray]:
+    """The arrays of one file, after its checksum was found right."""
+    path = resources.files("fairvar.data") / "embedded" / file
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise IntegrityError(f"{file} is missing from the package; install fairvar again") from None
+    found = hashlib.sha256(content).hexdigest()
+    if found != SHA256[file]:
+        raise IntegrityError(f"{file} is damaged (sha256 {found[:12]}…, expected "
+                             f"{SHA256[file][:12]}…); install fairvar again")  # fmt: skip
+    with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def quadratics(
+    A: Float[np.ndarray, "n d d"], m: Float[np.ndarray, "n d"], c: Float[np.ndarray, " n"]
+) -> Federation:
+    """Data on which client i's loss is f_i(w) = ½ (w − m_i)ᵀ A_i (w − m_i) + c_i, exactly.
+
+    For the mean over samples of ½ (prediction − y)² and a Linear(d, 1) without bias. With N = d + 1
+    samples: d rows √N A^½ with targets √N A^½ m, and a zero row whose target √(2 N c) carries c.
+    """
+    clients, dim = m.shape
+    if not np.allclose(A, A.transpose(0, 2, 1), rtol=1e-10, atol=1e-12):
+        raise BadInput("A holds a matrix that is not symmetric; use (A + Aᵀ) / 2")
+    if (c < 0).any():
+        raise BadInput(f"c[{int(np.argmin(c))}] = {c.min():g} is negative; a loss cannot be, add a "
+                       "constant to all c")  # fmt: skip
+    eigenvalue, vector = np.linalg.eigh(A.astype(np.float64))
+    if (eigenvalue <= 0).any():
+        client = int(np.argwhere(eigenvalue <= 0)[0, 0])
+        raise BadInput(
+            f"A[{client}] is not positive definite (its smallest eigenvalue is "
+            f"{eigenvalue[client].min():g}); add a multiple of the identity"
+        )
+    samples = dim + 1
+    root = np.einsum("nij,nj,nkj->nik", vector, np.sqrt(samples * eigenvalue), vector)
+    train = []
+    for i in range(clients):
+        x = np.vstack([root[i], np.zeros((1, dim))])
+        y = np.append(root[i] @ m[i], np.sqrt(2 * samples * c[i]))
+        train.append((x, y[:, None]))
+    return Federation.from_arrays(train, name="quadratic", provenance={"dataset": "quadratic"})
+
+
+def random_quadratics(
+    clients: int, dim: int, seed: int, common_matrix: bool = False
+) -> tuple[
+    Federation,
+    Float64[np.ndarray, "n d d"],
+    Float64[np.ndarray, "n d"],
+    Float64[np.ndarray, " n"],
+]:
+    """Random (federation, A, m, c): eigenvalues in [½, 2], m ~ N(0, I), c in [0, 1].
+
+    With `common_matrix` all A_i are equal, so that FairGrad* is FedAvg.
+    """
+    _check_clients(clients)
+    A, m, c = np.empty((clients, dim, dim)), np.empty((clients, dim)), np.empty(clients)
+    for i in range(clients):
+        matrix = rng.stream(seed, "quadratic matrix", 0 if common_matrix else i)
+        rotation, _ = np.linalg.qr(matrix.standard_normal((dim, dim)))
+        product = rotation * np.exp2(matrix.uniform(-1, 1, dim)) @ rotation.T
+        A[i] = (product + product.T) / 2  # symmetric to the last bit
+        draw = rng.stream(seed, "quadratic centre", i)
+        m[i], c[i] = draw.standard_normal(dim), draw.uniform()
+    return quadratics(A, m, c), A, m, c
+
+
+def gradient_variance_minimiser(
+    A: Float[np.ndarray, "n d d"], m: Float[np.ndarray, "n d"], strength: float
+) -> Float[np.ndarray, " d"]:
+    """The minimiser of J = F + (γ/2n) Σ ‖g_i − ḡ‖² over quadratics; γ = 0: of the mean loss F.
+
+    x* = (Ā + (γ/n) Σ D_i²)⁻¹ (b̄ + (γ/n) Σ D_i e_i)
+    with b_i = A_i m_i, D_i = A_i − Ā and e_i = b_i − b̄.
+    """
+    b = np.einsum("nij,nj->ni", A, m)
+    D, e = A - A.mean(0), b - b.mean(0)
+    matrix = A.mean(0) + strength * (D @ D).mean(0)
+    return np.linalg.solve(matrix, b.mean(0) + strength * np.einsum("nij,nj->ni", D, e).mean(0))
+
+
+def logistic(
+    clients: int,
+    dim: int = 10,
+    samples: int = 60,
+    heterogeneity: float = 1.0,
+    seed: int = 0,
+    classes: int = 2,
+) -> Federation:
+    """Multinomial-logistic clients: x ~ N(v_i, I), y ~ softmax(W_i x), natural grouping.
+
+    v_i = h·N(0, I) shifts the inputs, W_i = W + h·N(0, 1) the concept (both scaled by 1/√dim);
+    h = `heterogeneity`. Client i trains on samples/2 … 3·samples/2 draws and validates and tests
+    on samples/2 each of the same law. A client's data do not depend on how many clients there are.
+    """
+    if min(clients, dim) < 1 or samples < 2 or classes < 2 or heterogeneity < 0:
+        raise BadInput("logistic needs clients ≥ 1, dim ≥ 1, samples ≥ 2, classes ≥ 2 and "
+                       "heterogeneity ≥ 0")  # fmt: skip
+    _check_clients(clients)
+    common = rng.stream(seed, "logistic", "common").standard_normal((classes, dim))
+    held_out = samples // 2
+    parts: tuple[list[tuple[np.ndarray, np.ndarray]], ...] = ([], [], [])
+    for i in range(clients):
+        draw = rng.stream(seed, "logistic", i)
+        size = int(draw.integers(samples - held_out, samples + held_out + 1))
+        centre = heterogeneity * draw.standard_normal(dim) / np.sqrt(dim)
+        weight = common + heterogeneity * draw.standard_normal((classes, dim)) / np.sqrt(dim)
+        for part, count in zip(parts, (size, held_out, held_out), strict=True):
+            x = centre + draw.standard_normal((count, dim))
+            part.append((x, _softmax_labels(x @ weight.T, draw)))
+    train, valid, test = parts
+    labels = np.concatenate([y for _, y in train])
+    groups = np.repeat(np.arange(clients), [len(y) for _, y in train])
+    facts = statistics_of(labels, Natural().assign(labels, clients, draw, groups))
+    facts |= {"dataset": "logistic", "seed": seed, "heterogeneity": heterogeneity}
+    return Federation.from_arrays(
+        train, valid, test, classes=classes, name="logistic", provenance=facts
+    )
+
+
+def _check_clients(clients: int) -> None:
+    if clients > MOST_CLIENTS:
+        raise BadInput(f"clients = {clients}; a synthetic data set has at most {MOST_CLIENTS}")
+
+
+def _softmax_labels(
+    logits: Float[np.ndarray, "N classes"], draw: np.random.Generator
+) -> Int64[np.ndarray, " N"]:
+    """Labels from the softmax law, by the Gumbel trick: no sums that can over- or underflow."""
+    return np.argmax(logits + draw.gumbel(size=logits.shape), axis=1)

@@ -1,0 +1,183 @@
+"""The style of all figures (colours and markers of the methods, fonts), and figures as files.
+
+matplotlib is imported inside the functions, because a core install does not have it. pyplot is not
+used, and matplotlib's settings are restored.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fairvar.errors import BadInput
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+else:  # type checks at run time do not need matplotlib
+    Axes = Figure = Any
+
+Floats = NDArray[np.float64]
+P = ParamSpec("P")
+
+BASELINE = "FedAvg"
+GREY, DARK = "#7f7f7f", "#333333"
+# Okabe and Ito's colours, distinct with all common kinds of colour blindness, and a marker each.
+FAMILIES = {
+    BASELINE: (GREY, "o"),
+    "AFL": ("#009E73", "^"),
+    "q-FFL": ("#56B4E9", "s"),
+    "AAggFF": ("#CC79A7", "v"),
+    "FairLoss": ("#0072B2", "D"),
+    "FairGrad": ("#D55E00", "p"),
+}
+OTHERS = (("#E69F00", "X"), ("#B8A800", "*"), ("#6A3D9A", "h"), ("#7A5230", "d"))
+STYLE = {
+    "font.size": 8,
+    "axes.titlesize": 8.5,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.edgecolor": DARK,
+    "lines.linewidth": 1.4,
+    "figure.dpi": 150,
+    "pdf.fonttype": 42,  # journals refuse type 3 fonts
+    "svg.hashsalt": "fairvar",  # or the ids would be random
+}
+VARIANCE = "variance over clients (fraction² × 100)"
+
+
+@dataclass(frozen=True)
+class LineStyle:
+    """How a method is drawn in every figure."""
+
+    colour: str
+    marker: str
+    dashes: str | tuple[int, tuple[float, ...]]
+
+
+def style_of(label: str) -> LineStyle:
+    """By the first word of the label. "FairLoss*" is FairLoss, darker and dashed."""
+    word = re.split(r"[\s(]", label.strip())[0]
+    family = word.rstrip("*")
+    colour, marker = FAMILIES.get(family) or OTHERS[zlib.crc32(family.encode()) % len(OTHERS)]
+    if not word.endswith("*"):
+        return LineStyle(colour, marker, "-")
+    return LineStyle(_darker(colour, 0.55), marker, (0, (4, 1.2)))
+
+
+def _darker(colour: str, part: float) -> str:
+    return "#" + "".join(f"{int(int(colour[i : i + 2], 16) * part):02x}" for i in (1, 3, 5))
+
+
+def text_colour(label: str) -> str:
+    """The colour of a method's name: the method's, dark enough for small letters on white."""
+    colour = style_of(label).colour
+    return colour if label.split("(")[0].strip().endswith("*") else _darker(colour, 0.8)
+
+
+def require_matplotlib() -> None:
+    """Raises `BadInput` if there is no matplotlib; call it before an hour of training."""
+    try:
+        import matplotlib.style  # noqa: F401
+    except ImportError:
+        raise BadInput('figures need matplotlib: pip install "fairvar[plot]"') from None
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    """Uses our settings on top of matplotlib's defaults; restores the caller's settings."""
+    require_matplotlib()
+    from matplotlib import style
+
+    with style.context(["default", STYLE]):
+        yield
+
+
+def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
+    @functools.wraps(draw)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Figure:
+        with _style():
+            figure = draw(*args, **kwargs)
+            # The layout is fixed here: saving twice, or as PDF, must not move anything.
+            figure.draw_without_rendering()
+            figure.set_layout_engine("none")
+            return figure
+
+    return wrapper
+
+
+def new_figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Figure, folder: Path | str, stem: str) -> list[Path]:
+    """Writes `stem`.png and `stem`.pdf, without dates, so that equal figures are equal files."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    nothing = {"png": ("Software",), "pdf": ("Creator", "Producer", "CreationDate")}
+    paths = []
+    with _style():
+        for kind, keys in nothing.items():
+            paths.append(folder / f"{stem}.{kind}")
+            figure.savefig(paths[-1], dpi=150, metadata=dict.fromkeys(keys))
+    _to_palette(paths[0])
+    return paths
+
+
+def _to_palette(png: Path) -> None:
+    """Uses a palette of 128 colours: figures have few, and the file is a third as large."""
+    from PIL import Image  # matplotlib needs it as well
+
+    with Image.open(png) as picture:
+        plain = picture.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    plain.save(png, optimize=True)
+
+
+_PLACES = re.compile(r' (?:d|x|y)="[^"]*"')
+_MORE_DIGITS = re.compile(r"(\.\d\d)\d+")  # a hundredth of a point is enough, and half the size
+_NOT_DRAWN = re.compile(
+    r"<\?xml.*?\?>|<!DOCTYPE.*?>|<!--.*?-->|<metadata>.*?</metadata>", re.DOTALL
+)
+
+
+def svg(figure: Figure) -> str:
+    """The figure as SVG text with letters as outlines, so that no font is needed to show it.
+
+    Without dates and with a fixed salt for the ids, so that equal figures are equal texts.
+    """
+    out = io.StringIO()
+    with _style():
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(out, format="svg", metadata=nothing)
+    drawn = re.sub(r"\s*\n\s*", " ", _NOT_DRAWN.sub("", out.getvalue())).strip()
+    return _PLACES.sub(lambda places: _MORE_DIGITS.sub(r"\1", places[0]), drawn)
+
+
+def as_array(values: Any, name: str, ndim: int) -> Floats:
+    values = values.detach().cpu().numpy() if hasattr(values, "detach") else values
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != ndim or array.size == 0:
+        raise BadInput(f"{name} has shape {array.shape}: give {ndim} axes, none of them empty")
+    return array
+
+
+def demand_some(values: Mapping[str, Any] | Sequence[Any], name: str) -> None:
+    if not values:
+        raise BadInput(f"{name} is empty: there is nothing to draw")

@@ -1,0 +1,211 @@
+"""One configuration of a method with all its seeds (`Trial`), and the one chosen for each method
+on validation data (`Result`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+
+from fairvar.engine.history import History
+from fairvar.errors import BadInput
+from fairvar.methods.base import Method
+from fairvar.metrics import Fairness, mean_and_variance
+from fairvar.runs.identity import Identity
+from fairvar.runs.select import Criterion, Curve, Validation, best
+from fairvar.runs.stored import StoredRun
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What choosing needs of a trial, without the clients: small enough for a whole grid."""
+
+    rounds: Sequence[int]  # evaluated rounds; none if a seed diverged
+    diverged: bool
+    valid: Mapping[str, Curve]  # by model
+    last: Mapping[str, tuple[float, float]]  # by model: test mean and variance after the last round
+    births: Sequence[Mapping[str, Any]]  # provenance of each seed's run
+
+    @staticmethod
+    def of(histories: Sequence[History]) -> Summary:
+        births = [history.birth for history in histories]
+        if any(history.diverged_at is not None for history in histories):
+            return Summary((), True, {}, {}, births)
+        first = histories[0]
+        curves = {
+            (split, model): Curve.of(
+                np.stack([h.accuracy[split, model].numpy() for h in histories])
+            )
+            for split, model in first.accuracy
+            if split in ("valid", "test") and all((split, model) in h.accuracy for h in histories)
+        }
+        return Summary(
+            first.evaluated.tolist(),
+            False,
+            {model: curve for (split, model), curve in curves.items() if split == "valid"},
+            {
+                model: (float(curve.mean[-1]), float(curve.variance[-1]))
+                for (split, model), curve in curves.items()
+                if split == "test" and len(curve.mean)
+            },
+            births,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """One configuration, trained with every seed. `source`: its runs in memory or on disk, which
+    are read on first use; empty if only the summary was kept."""
+
+    method: Method
+    lr: float
+    source: Sequence[History] | Sequence[StoredRun]
+    kept: Summary | None = None
+    identity: Identity | None = None  # of one of its stored runs
+    version: str = ""  # set if runs of several versions of the code have the same label
+
+    @cached_property
+    def histories(self) -> Sequence[History]:
+        if not self.source:
+            raise BadInput(
+                f"only a summary was kept of {self.label}, {self.describe()}; report with the "
+                "options that the runs were condensed with, or condense the runs again"
+            )
+        return [
+            run.history(with_state=False) if isinstance(run, StoredRun) else run
+            for run in self.source
+        ]
+
+    @cached_property
+    def summary(self) -> Summary:
+        return self.kept or Summary.of(self.histories)
+
+    @property
+    def label(self) -> str:
+        return f"{self.method.label} [{self.version}]" if self.version else self.method.label
+
+    @property
+    def knob(self) -> tuple[str, Any] | None:
+        """The method's fairness hyper-parameter and its value."""
+        name = self.method.fairness_knob
+        return None if name is None else (name, getattr(self.method, name))
+
+    @property
+    def diverged(self) -> bool:
+        return self.summary.diverged
+
+    @property
+    def seeds(self) -> list[int]:
+        return [int(birth["seed"]) for birth in self.summary.births]
+
+    @property
+    def models(self) -> list[str]:
+        """Those whose test accuracy was measured; none if a seed diverged."""
+        return list(self.summary.last)
+
+    def validated(self, model: str) -> bool:
+        """Whether any client has validation data for this model."""
+        curve = self.summary.valid.get(model)
+        return curve is not None and bool(np.isfinite(curve.mean).any())
+
+    def validation(self, model: str) -> Validation:
+        """What selection may use: validation data only."""
+        strength = self.knob[1] if self.knob and isinstance(self.knob[1], float) else 0.0
+        known = self.summary
+        curve = None if known.diverged else known.valid[model]
+        return Validation(known.rounds, curve, len(known.births), strength)
+
+    def test(self, model: str, at: int) -> list[Fairness]:
+        """Test fairness of every seed at one evaluated round."""
+        return [h.fairness("test", model, at) for h in self.histories]
+
+    def describe(self, at: int | None = None) -> str:
+        parts = [f"lr {self.lr:g}"]
+        if self.knob is not None:
+            name, value = self.knob
+            parts.append(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}")
+        if at is not None:
+            parts.append(f"round {self.summary.rounds[at]}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The chosen trial of one method. `at` is None if all its configurations diverged."""
+
+    trial: Trial
+    at: int | None
+    configurations: int
+
+    @property
+    def label(self) -> str:
+        return self.trial.label
+
+    def seed_accuracy(self, model: str) -> Float64[np.ndarray, "seeds n"]:
+        """Test accuracy by (seed, client) at the chosen round."""
+        return np.stack([h.accuracy["test", model][self.at].numpy() for h in self.trial.histories])
+
+    def window(
+        self, model: str
+    ) -> tuple[Float64[np.ndarray, " seeds"], Float64[np.ndarray, " seeds"]]:
+        """Test mean and variance over clients, averaged over the evaluated rounds that lie within
+        an eighth of the run from the chosen one."""
+        rounds = np.array(self.trial.summary.rounds)
+        assert self.at is not None
+        near = np.abs(rounds - rounds[self.at]) <= rounds[-1] / 8
+        tables = np.stack([h.accuracy["test", model].numpy() for h in self.trial.histories])
+        means, variances = mean_and_variance(tables)
+        return means[:, near].mean(1), variances[:, near].mean(1)
+
+    def late(self, model: str) -> Float64[np.ndarray, "rounds seeds n"]:
+        """Test accuracy in the last quarter of the rounds: the same rounds for every method."""
+        tables = [h.accuracy["test", model].numpy() for h in self.trial.histories]
+        return np.stack(tables, axis=1)[late_rounds(np.array(self.trial.summary.rounds))]
+
+    def samples(self) -> Int64[np.ndarray, " n"]:
+        return self.trial.histories[0].samples["test"].numpy()
+
+
+def late_rounds(evaluated: Int64[np.ndarray, " rounds"]) -> Bool[np.ndarray, " rounds"]:
+    """Marks the evaluated rounds in the last quarter of the run."""
+    return evaluated > 0.75 * evaluated[-1]
+
+
+def choose(trials: Iterable[Trial], criterion: Criterion) -> list[Result]:
+    """The best configuration of each method on validation data, in the order of the trials.
+
+    Without validation data each method may have only one configuration; its last round is used."""
+    groups: dict[str, list[Trial]] = {}
+    for trial in trials:
+        groups.setdefault(trial.label, []).append(trial)
+    blind = not validated([t for group in groups.values() for t in group], criterion.model)
+    results = []
+    for label, group in groups.items():
+        if blind:
+            results.append(_only(label, group))
+            continue
+        choice = best([t.validation(criterion.model) for t in group], criterion)
+        failed = choice.score == float("-inf")
+        results.append(Result(group[choice.number], None if failed else choice.at, len(group)))
+    return results
+
+
+def validated(trials: Sequence[Trial], model: str) -> bool:
+    """Whether there are validation data to choose by; also true if every trial diverged."""
+    return all(trial.validated(model) for trial in trials if not trial.diverged)
+
+
+def _only(label: str, group: Sequence[Trial]) -> Result:
+    """The single configuration of a method, after its last round."""
+    if len(group) > 1:
+        raise BadInput(
+            f"no validation data to choose among the {len(group)} configurations of {label}: run "
+            'with a validation part in data.split and evaluate.splits = ["valid", "test"], or one '
+            "configuration of each method"
+        )
+    (trial,) = group
+    return Result(trial, None if trial.diverged else len(trial.summary.rounds) - 1, 1)
