@@ -3,7 +3,7 @@
     python tools/make_embedded.py [--mnist DIR] [--out DIR]
 
 DIR holds the four original MNIST .gz files; the digits come from scikit-learn. Prints the
-checksums that belong into `src/fairvar/data/embedded.py` and the README beside the files.
+checksums that belong into `src/fairvar/data/builtin.py` and the README beside the files.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
-import torch
 from jaxtyping import Int64
 from torch import Tensor
 
@@ -36,11 +35,6 @@ def key(seed: int, *names: str | int) -> int:
 def stream(seed: int, *names: str | int) -> np.random.Generator:
     """A generator of its own for one named purpose."""
     return np.random.Generator(np.random.Philox(key(seed, *names)))
-
-
-def torch_stream(seed: int, *names: str | int) -> torch.Generator:
-    """The same for torch (on the CPU, so that a GPU run starts from the same numbers)."""
-    return torch.Generator().manual_seed(key(seed, *names) >> 1)
 
 
 def _shift_right(value: Tensor, bits: int) -> Tensor:

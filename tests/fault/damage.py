@@ -29,7 +29,7 @@ import torch
 from safetensors.torch import save
 
 from fairvar.data import sources
-from fairvar.data.idx import read_idx
+from fairvar.data.readers.idx import read_idx
 from fairvar.errors import BadInput, FairvarError, IntegrityError
 from fairvar.models.weights import read_tensors
 from fairvar.report.files import group_table

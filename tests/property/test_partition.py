@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from fairvar import rng
 from fairvar.data import IID, Assignment, Dirichlet, Natural, Partition, Shards
-from fairvar.data.partition import _repair
-from fairvar.data.passport import passport
+from fairvar.data.partition import _repair, statistics_of
 from fairvar.errors import BadInput
 
 SEEDS = st.integers(0, 2**32)
@@ -72,7 +71,7 @@ def test_the_seed_alone_decides(request_, partition, seed):
     labels, clients, _ = request_
     once, again = (assign(partition, labels, clients, seed) for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(once.indices, again.indices, strict=True))
-    assert passport(labels, once) == passport(labels, again)
+    assert statistics_of(labels, once) == statistics_of(labels, again)
 
 
 @settings(max_examples=100, deadline=None)
@@ -89,7 +88,7 @@ def test_refusing_either_meets_the_minimum_untouched_or_says_why(request_, alpha
     else:
         found = assign(refusing, labels, clients, seed)
         assert_cover(found, len(labels), clients, minimum)
-        assert passport(labels, found) == passport(labels, repaired)
+        assert statistics_of(labels, found) == statistics_of(labels, repaired)
 
 
 @pytest.mark.parametrize("alpha", [0.1, 0.5, 5.0])
@@ -180,7 +179,7 @@ def test_repair_takes_from_the_largest_and_keeps_the_label_skew():
     level = fixed.sizes.max()
     gave = fixed.sizes < raw.sizes
     assert (fixed.sizes[gave] >= level - 1).all()  # all givers end at one level
-    one, two = passport(labels, raw), passport(labels, fixed)
+    one, two = statistics_of(labels, raw), statistics_of(labels, fixed)
     assert abs(one["majority_share"] - two["majority_share"]) < 0.1
 
 
@@ -247,7 +246,7 @@ def test_natural_follows_the_groups():
 def test_shards_give_few_classes():
     labels = np.arange(1000) % 10
     found = assign(Shards(2), labels, 50, 0)
-    assert max(passport(labels, found)["classes_by_client"]) <= 2
+    assert max(statistics_of(labels, found)["classes_by_client"]) <= 2
 
 
 @pytest.mark.parametrize(
@@ -266,10 +265,10 @@ def test_bad_fields_are_refused_by_name(options):
         Dirichlet(**options)
 
 
-def test_passport_numbers_by_hand():
+def test_statistics_numbers_by_hand():
     """Client 0 has labels 0 0 1, client 1 has 1 1 1; pooled law (⅓, ⅔)."""
     labels = np.array([0, 0, 1, 1, 1, 1])
-    facts = passport(labels, Assignment([np.arange(3), np.arange(3, 6)], attempts=7, moved=2))
+    facts = statistics_of(labels, Assignment([np.arange(3), np.arange(3, 6)], attempts=7, moved=2))
     assert facts["sizes"] == [3, 3]
     assert facts["classes_by_client"] == [2, 1]
     assert facts["mean_total_variation"] == pytest.approx(1 / 3)
@@ -278,10 +277,11 @@ def test_passport_numbers_by_hand():
     assert (facts["attempts"], facts["moved"]) == (7, 2)
 
 
-def test_passport_checksum_sees_boundaries_and_order():
+def test_statistics_checksum_sees_boundaries_and_order():
     labels = np.zeros(4, dtype=np.int64)
     cuts = [[[0, 1], [2, 3]], [[0], [1, 2, 3]], [[2, 3], [0, 1]], [[0, 1, 2, 3]]]
     sums = {
-        passport(labels, Assignment([np.array(rows) for rows in cut]))["sha256"] for cut in cuts
+        statistics_of(labels, Assignment([np.array(rows) for rows in cut]))["sha256"]
+        for cut in cuts
     }
     assert len(sums) == len(cuts)

@@ -25,15 +25,15 @@ from fairvar.data import (
     Natural,
     Shards,
     build_federation,
-    embedded,
+    builtin,
     gradient_variance_minimiser,
     load_federation,
     logistic,
     quadratics,
     random_quadratics,
 )
+from fairvar.data.build import held_out_counts
 from fairvar.data.federation import Federation
-from fairvar.data.load import held_out_counts
 from fairvar.errors import BadInput, IntegrityError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,12 +42,12 @@ EMBEDDED = ROOT / "src" / "fairvar" / "data" / "embedded"
 
 @pytest.fixture(scope="module")
 def mnist() -> Dataset:
-    return embedded.mnist_1000()
+    return builtin.mnist_1000()
 
 
 @pytest.fixture(scope="module")
 def digits() -> Dataset:
-    return embedded.digits()
+    return builtin.digits()
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_digits_are_scikit_learns(digits):
 @pytest.mark.parametrize("name", ["mnist_1000", "digits"])
 def test_a_nearest_mean_rule_reads_the_digits(name):
     """The labels belong to the images: class means of one half recognise the other."""
-    data = getattr(embedded, name)()
+    data = getattr(builtin, name)()
     x = data.x.reshape(len(data.x), -1)
     means = np.stack([x[::2][data.y[::2] == k].mean(0) for k in range(10)])
     answer = ((x[1::2, None] - means) ** 2).sum(2).argmin(1)
@@ -107,28 +107,28 @@ def test_a_nearest_mean_rule_reads_the_digits(name):
 def test_a_damaged_file_is_named(tmp_path, monkeypatch):
     copy = tmp_path / "embedded"
     shutil.copytree(EMBEDDED, copy)
-    monkeypatch.setattr(embedded.resources, "files", lambda package: tmp_path)
-    assert len(embedded.digits().y) == 1797
+    monkeypatch.setattr(builtin.resources, "files", lambda package: tmp_path)
+    assert len(builtin.digits().y) == 1797
     content = bytearray((copy / "digits.npz").read_bytes())
     content[100] ^= 1
     (copy / "digits.npz").write_bytes(bytes(content))
     with pytest.raises(IntegrityError, match=r"^digits\.npz is damaged"):
-        embedded.digits()
+        builtin.digits()
     (copy / "digits.npz").unlink()
     with pytest.raises(IntegrityError, match=r"^digits\.npz is missing"):
-        embedded.digits()
+        builtin.digits()
 
 
 def test_the_readme_tells_the_checksums():
     text = (EMBEDDED / "README.md").read_text(encoding="utf-8")
-    for file, digest in embedded.SHA256.items():
+    for file, digest in builtin.SHA256.items():
         assert f"`{file}` | `{digest}`" in text
 
 
 def assert_same_file(content: bytes, file: str) -> None:
     if "ng" in zlib.ZLIB_RUNTIME_VERSION:
         pytest.skip("zlib-ng compresses the same arrays to other bytes")
-    assert hashlib.sha256(content).hexdigest() == embedded.SHA256[file]
+    assert hashlib.sha256(content).hexdigest() == builtin.SHA256[file]
 
 
 def test_mnist_1000_is_rebuilt_byte_for_byte(maker):
@@ -190,7 +190,7 @@ def test_shares_of_zero_leave_the_part_out():
     federation = build_federation(numbered(30), 3, IID(), split=(0.5, 0.0, 0.5))
     assert federation.valid is None
     assert federation.test.counts.tolist() == [5, 5, 5]
-    assert set(federation.passport["split_sizes"]) == {"train", "test"}
+    assert set(federation.provenance["split_sizes"]) == {"train", "test"}
 
 
 def test_data_seed_decides_the_partition():
@@ -198,8 +198,8 @@ def test_data_seed_decides_the_partition():
         load_federation("digits", 10, Dirichlet(0.5), seed=seed) for seed in (3, 3, 4)
     )
     assert torch.equal(one.train.x, same.train.x)
-    assert one.passport == same.passport
-    assert one.passport["sha256"] != other.passport["sha256"]
+    assert one.provenance == same.provenance
+    assert one.provenance["sha256"] != other.provenance["sha256"]
 
 
 # --- pool ------------------------------------------------------------------------------------
@@ -250,28 +250,28 @@ def test_a_small_pool_shrinks_the_sample_and_keeps_the_mix():
 def test_holdout_split_ignores_the_pool(mnist):
     federation = build_federation(mnist, 10, IID(), holdout="split")
     assert sum(int(split.counts.sum()) for split in federation.splits.values()) == 1000
-    assert federation.passport["holdout"] == "split"
+    assert federation.provenance["holdout"] == "split"
 
 
 # --- by name ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(DATASETS))
-def test_every_data_set_loads_with_a_json_passport(name):
+def test_every_data_set_loads_with_a_json_provenance(name):
     federation = load_federation(name, clients=8, seed=2)
     assert federation.clients == 8
-    assert federation.passport["dataset"] == name
-    assert json.loads(json.dumps(dict(federation.passport))) == federation.passport
+    assert federation.provenance["dataset"] == name
+    assert json.loads(json.dumps(dict(federation.provenance))) == federation.provenance
 
 
-def test_the_passport_tells_how_to_make_it_again(digits):
+def test_the_provenance_tells_how_to_make_it_again(digits):
     federation = load_federation("digits", clients=50)
-    facts = federation.passport
+    facts = federation.provenance
     assert facts["partition"] == {
         "name": "dirichlet", "alpha": 0.1, "balanced": False, "min_samples": 10, "attempts": 1000,
         "on_failure": "repair",
     }  # fmt: skip
-    assert facts["dataset_sha256"] == digits.sha256 == embedded.SHA256["digits.npz"]
+    assert facts["dataset_sha256"] == digits.sha256 == builtin.SHA256["digits.npz"]
     assert (facts["seed"], facts["holdout"], facts["split"]) == (0, "split", [0.8, 0.1, 0.1])
     assert facts["split_sizes"]["train"] == federation.sizes.tolist()
     assert sum(facts["sizes"]) == 1797
@@ -396,7 +396,7 @@ def test_logistic_heterogeneity_moves_inputs_and_concept():
         assert federation.classes == 3
     assert spread[0.0] < 0.01
     assert spread[3.0] > 0.5
-    even, uneven = (logistic(10, samples=400, heterogeneity=h).passport for h in (0.0, 3.0))
+    even, uneven = (logistic(10, samples=400, heterogeneity=h).provenance for h in (0.0, 3.0))
     assert even["mean_total_variation"] < 0.1 < uneven["mean_total_variation"]
 
 
@@ -406,3 +406,9 @@ def test_logistic_heterogeneity_moves_inputs_and_concept():
 def test_bad_logistic_is_refused(options):
     with pytest.raises(BadInput, match="logistic needs"):
         logistic(**{"clients": 2, **options})
+
+
+@pytest.mark.parametrize("name", ["digits", "mnist_1000", "logistic", "quadratic"])
+def test_a_billion_clients_are_refused_at_once(name):
+    with pytest.raises(BadInput, match="1000000000"):
+        load_federation(name, 1_000_000_000)

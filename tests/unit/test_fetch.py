@@ -125,8 +125,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def server(monkeypatch):
     monkeypatch.setattr(module, "PAUSE", 0.01)
     monkeypatch.setattr(module, "TIMEOUT", 0.3)
-    md5, sha256 = (hashlib.new(kind, CONTENT).hexdigest() for kind in ("md5", "sha256"))
-    remote = module.Remote(f"https://example.invalid/{FILE}", len(CONTENT), md5, sha256)
+    sha256 = hashlib.sha256(CONTENT).hexdigest()
+    remote = module.Remote(f"https://example.invalid/{FILE}", len(CONTENT), sha256)
     monkeypatch.setitem(module.REMOTE, "set", (remote,))
     with Server() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -254,5 +254,5 @@ def test_the_table_is_complete():
     for remotes in module.REMOTE.values():
         for remote in remotes:
             assert remote.url.startswith("https://")
-            assert (len(remote.md5), len(remote.sha256)) == (32, 64)
+            assert len(remote.sha256) == 64
             assert 0 < remote.size < 300e6

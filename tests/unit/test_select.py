@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from fairvar.data.builtin import logistic
 from fairvar.data.federation import Federation
-from fairvar.data.synthetic import logistic
 from fairvar.engine.history import History
 from fairvar.engine.train import train
 from fairvar.errors import BadInput

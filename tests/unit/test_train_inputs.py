@@ -128,7 +128,7 @@ calls = [
       "engine", "evaluate_every", "evaluate_splits", "evaluate_local", "clip_norm",
       "participation", "participants", "chunk", "precision", "capture", "state", "progress"]),
     (fv.Federation.from_arrays, {"train": [(x, y)]},
-     ["valid", "test", "classes", "name", "passport"]),
+     ["valid", "test", "classes", "name", "provenance"]),
     (fv.load_federation, {"name": "digits", "clients": 3},
      ["partition", "seed", "split", "holdout", "pool_samples", "fraction", "samples", "root"]),
     (fv.build_federation, {"dataset": dataset, "clients": 2, "partition": fv.IID()}, ["split"]),

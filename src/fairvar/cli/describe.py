@@ -63,10 +63,10 @@ def partition(
     files = []
     for name, federation in drawn.items():
         counts = lib.class_counts(federation)
-        figure = lib.partition_figure(federation.name, counts, federation.passport)
+        figure = lib.partition_figure(federation.name, counts, federation.provenance)
         files += lib.save_figure(figure, out, name)
     if json:
-        passports = [dict(federation.passport) for federation in drawn.values()]
+        passports = [dict(federation.provenance) for federation in drawn.values()]
         return print_json(passports if several else passports[0])
     for name, federation in drawn.items():
         show(lib.passport_table(federation, name))

@@ -33,14 +33,7 @@ from fairvar.runs.config import Config
 from fairvar.runs.identity import fingerprint, forget_files
 from fairvar.runs.plan import Plan, differences, federations
 from fairvar.runs.results import gather, stored_runs
-from fairvar.runs.runner import (
-    Watch,
-    class_counts,
-    federation_of,
-    missing,
-    run_folder,
-    start_note,
-)
+from fairvar.runs.runner import Watch, class_counts, federation_of, missing, run_folder, start_note
 from fairvar.runs.select import Criterion
 from fairvar.runs.store import check_writable, is_complete, verify
 from fairvar.runs.sweep import (

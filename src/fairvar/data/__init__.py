@@ -1,21 +1,21 @@
 """Data sets, partitions and the way from both to a `Federation`."""
 
-from fairvar.data.dataset import Dataset, Scale
-from fairvar.data.load import (
+from fairvar.data.build import (
     DATASET_NAMES,
     DATASETS,
     build_federation,
     dataset_sha256,
     load_federation,
 )
-from fairvar.data.partition import IID, Assignment, Dirichlet, Natural, Partition, Shards
-from fairvar.data.sources import SOURCES, describe, verify
-from fairvar.data.synthetic import (
+from fairvar.data.builtin import (
     gradient_variance_minimiser,
     logistic,
     quadratics,
     random_quadratics,
 )
+from fairvar.data.dataset import Dataset, Scale
+from fairvar.data.partition import IID, Assignment, Dirichlet, Natural, Partition, Shards
+from fairvar.data.sources import SOURCES, describe, verify
 
 __all__ = [
     "DATASETS",

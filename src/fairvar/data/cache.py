@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fairvar.data.raw import Layout, Raw, reason, unreadable
+from fairvar.data.readers import Layout, Samples, reason, unreadable
 from fairvar.system.files import digest, open_regular, read_bytes, walk, whole_file
 
 MOST_BYTES = 64 << 30
@@ -59,7 +59,7 @@ def file_digest(path: Path, kind: str = "sha256") -> str:
         return hashlib.file_digest(file, kind).hexdigest()
 
 
-def read_through_cache(name: str, layout: Layout, paths: Sequence[Path]) -> Raw:
+def read_through_cache(name: str, layout: Layout, paths: Sequence[Path]) -> Samples:
     """`layout.read(paths)`, from the cache if these very files were decoded before."""
     identity = _identity(name, paths) if layout.cached else None
     if identity is None:
@@ -151,10 +151,10 @@ def _stamp(path: Path, name: str) -> Stamp:
     return Stamp(name, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino)
 
 
-def _save(file: Path, raw: Raw) -> None:
-    numbers = np.array([raw.train, raw.classes])
+def _save(file: Path, samples: Samples) -> None:
+    numbers = np.array([samples.train, samples.classes])
     with whole_file(file) as out:
-        np.savez(out, x=raw.x, y=raw.y, numbers=numbers, note=np.array(raw.note))
+        np.savez(out, x=samples.x, y=samples.y, numbers=numbers, note=np.array(samples.note))
     with whole_file(_sum_file(file)) as out:
         out.write(f"{file_digest(file)}  {file.name}\n".encode())
 
@@ -163,7 +163,7 @@ def _sum_file(file: Path) -> Path:
     return file.with_name(f"{file.name}.sha256")
 
 
-def _load(file: Path) -> Raw | None:
+def _load(file: Path) -> Samples | None:
     """None if it is not there or not what was written."""
     if not file.is_file():
         return None
@@ -174,7 +174,7 @@ def _load(file: Path) -> Raw | None:
                 raise ValueError("its checksum is wrong")
             with np.load(stream, allow_pickle=False) as arrays:
                 train, classes = arrays["numbers"].tolist()
-                return Raw(arrays["x"], arrays["y"], train, classes, note=str(arrays["note"]))
+                return Samples(arrays["x"], arrays["y"], train, classes, note=str(arrays["note"]))
     except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile) as error:
         _say(f"{file.name} in the cache is damaged ({reason(error)}); decoding the images again")
         return None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Float32, Integer, Shaped, UInt8
+from jaxtyping import Float32, Int64, Integer, Shaped, UInt8
 
+from fairvar import rng
 from fairvar.errors import BadInput, shown
 
+DATA_SEED = 0  # which images take part is a fact about the data, not about the run
 BLOCK = 2048  # samples converted at a time, so that no second copy of a whole set ever exists
 
 
@@ -162,3 +164,56 @@ def _arrays_sha256(dataset: Dataset) -> str:
         if array is not None:
             update_digest(digest, array)
     return digest.hexdigest()
+
+
+def subsample(dataset: Dataset, fraction: float = 1.0, samples: int | None = None) -> Dataset:
+    """A stratified `fraction` of the samples, or a number of them; a pool stays whole.
+
+    Within a class the samples are drawn in one random order, so a smaller part is contained in a
+    larger one, and the part does not depend on the seed of the partition.
+
+    Class shares are kept up to rounding (largest remainders). The checksum remains that of the
+    whole set; the provenance of a federation has fraction and samples as well.
+    """
+    check_part(fraction, samples)
+    total = len(dataset.y)
+    wanted = round(fraction * total) if samples is None else samples
+    if wanted > total:
+        raise BadInput(f"samples = {samples}; {dataset.name} has {total}, use 1 … {total}")
+    if wanted == total:
+        return dataset
+    rows = stratified(dataset.y, wanted, dataset.name)
+    groups = None if dataset.groups is None else dataset.groups[rows]
+    return replace(dataset, x=dataset.x[rows], y=dataset.y[rows], groups=groups)
+
+
+def check_part(fraction: float, samples: int | None) -> None:
+    """What can be said without the data."""
+    if not 0 < fraction <= 1:
+        raise BadInput(f"fraction = {fraction:g}; use a number above 0 and at most 1")
+    if samples is not None and fraction != 1:
+        raise BadInput("give fraction or samples, not both")
+    if samples is not None and samples < 1:
+        raise BadInput(f"samples = {samples}; use at least 1")
+
+
+def stratified(
+    labels: Integer[np.ndarray, " N"], wanted: int, name: str
+) -> Int64[np.ndarray, " n"]:
+    """`wanted` rows with the classes' shares, ascending."""
+    present, count = np.unique(labels, return_counts=True)
+    exact = count * (wanted / len(labels))
+    quota = np.floor(exact + 1e-9).astype(np.int64)
+    missing = wanted - int(quota.sum())
+    quota[np.argsort(quota - exact, kind="stable")[:missing]] += 1
+    if (quota == 0).any():
+        label = present[int(np.argmin(quota))]
+        least = int(np.ceil(len(labels) / count.min()))
+        raise BadInput(f"{wanted} of {len(labels)} samples leave class {label} of {name} empty; "
+                       f"use at least {min(least, len(labels))} samples")  # fmt: skip
+    chosen = [
+        rng.stream(DATA_SEED, "subsample", name, int(label))
+        .permutation(np.flatnonzero(labels == label))[:take]
+        for label, take in zip(present, quota, strict=True)
+    ]  # fmt: skip
+    return np.sort(np.concatenate(chosen))

@@ -62,14 +62,14 @@ class Split:
     frozen=True, eq=False, repr=False
 )  # compared by identity: two data sets are hardly ever equal
 class Federation:
-    """All clients' data. `passport` tells where the partition came from, if it was drawn."""
+    """All clients' data. `provenance`: data set, partition and seed, if it was drawn."""
 
     train: Split
     valid: Split | None = None
     test: Split | None = None
     name: str = "arrays"
     classes: int | None = None  # None: regression
-    passport: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         held = ", ".join(f"{len(split.y)} {part}" for part, split in self.splits.items())
@@ -106,7 +106,7 @@ class Federation:
         *,
         classes: int | None = None,
         name: str = "arrays",
-        passport: Mapping[str, Any] | None = None,
+        provenance: Mapping[str, Any] | None = None,
     ) -> Federation:
         """One (x, y) pair of arrays or tensors per client. One integer y per sample: classes; float
         y: regression. (Integers of another shape, such as next tokens, are for a loss of your own.)
@@ -114,7 +114,7 @@ class Federation:
         Everything is checked here, once: lengths, shapes, finite values, label range. A client
         may lack validation or test samples (it then counts in no average), never training samples.
         """
-        _check_facts(classes, name, passport)
+        _check_facts(classes, name, provenance)
         given = {"train": train, "valid": valid, "test": test}
         pairs = {part: _pairs(part, v) for part, v in given.items() if v is not None}
         if not pairs.get("train"):
@@ -129,17 +129,17 @@ class Federation:
             for part, split in splits.items():
                 _check_labels(part, split, known)
         return cls(**splits, name=name, classes=known if whole and y.dim() == 1 else None,
-                   passport=dict(passport or {}))  # fmt: skip
+                   provenance=dict(provenance or {}))  # fmt: skip
 
 
-def _check_facts(classes: object, name: object, passport: object) -> None:
+def _check_facts(classes: object, name: object, provenance: object) -> None:
     count = isinstance(classes, int) and not isinstance(classes, bool) and classes >= 1
     if classes is not None and not count:
         raise BadInput(f"classes = {shown(classes)}: give the number of classes, or leave it out")
     if not isinstance(name, str):
         raise BadInput(f"name = {shown(name)}: give a string")
-    if not isinstance(passport, Mapping | None):
-        raise BadInput(f"passport must be a dict, not {type(passport).__name__}")
+    if not isinstance(provenance, Mapping | None):
+        raise BadInput(f"provenance must be a dict, not {type(provenance).__name__}")
 
 
 def _pairs(part: str, given: Any) -> list[tuple[Any, Any]]:

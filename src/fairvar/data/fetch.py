@@ -1,13 +1,12 @@
-"""Downloads from the official addresses: https, two checksums, resumable, whole or not there.
+"""Downloads from the official addresses: https only, checked by SHA-256, resumable.
 
-Nothing else in fairvar uses the network. The size of every file is known, so a server can
-neither fill the disk nor pass off a shorter file; what has another SHA-256 is thrown away.
+Nothing else in fairvar uses the network. The size of every file is known, so a server can neither
+fill the disk nor send a shorter file; a file with another SHA-256 is deleted.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import http.client
 import os
 import time
@@ -22,7 +21,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fairvar.data.cache import datasets_dir, file_digest
-from fairvar.data.raw import reason
+from fairvar.data.readers import reason
 from fairvar.errors import BadInput, RunFailed, unknown
 
 Progress = Callable[[str, int, int], None]  # file, bytes so far, bytes in all
@@ -35,11 +34,10 @@ PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class Remote:
-    """One file: its address, its size in bytes, and its checksums."""
+    """One file: its address, its size in bytes and its SHA-256."""
 
     url: str
     size: int
-    md5: str  # torchvision's table, or for Tiny ImageNet the one in general use
     sha256: str
 
     @property
@@ -53,37 +51,35 @@ _CIFAR = "https://www.cs.toronto.edu/~kriz/"
 # fmt: off
 REMOTE: dict[str, tuple[Remote, ...]] = {
     "mnist": (
-        Remote(_MNIST + "train-images-idx3-ubyte.gz", 9912422, "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+        Remote(_MNIST + "train-images-idx3-ubyte.gz", 9912422,
                "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
-        Remote(_MNIST + "train-labels-idx1-ubyte.gz", 28881, "d53e105ee54ea40749a09fcbcd1e9432",
+        Remote(_MNIST + "train-labels-idx1-ubyte.gz", 28881,
                "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
-        Remote(_MNIST + "t10k-images-idx3-ubyte.gz", 1648877, "9fb629c4189551a2d022fa330f9573f3",
+        Remote(_MNIST + "t10k-images-idx3-ubyte.gz", 1648877,
                "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
-        Remote(_MNIST + "t10k-labels-idx1-ubyte.gz", 4542, "ec29112dd5afa0611ce80d1b7f02629c",
+        Remote(_MNIST + "t10k-labels-idx1-ubyte.gz", 4542,
                "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
     ),
     "fashion_mnist": (
         Remote(_FASHION + "train-images-idx3-ubyte.gz", 26421880,
-               "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
                "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
-        Remote(_FASHION + "train-labels-idx1-ubyte.gz", 29515, "25c81989df183df01b3e8a0aad5dffbe",
+        Remote(_FASHION + "train-labels-idx1-ubyte.gz", 29515,
                "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
-        Remote(_FASHION + "t10k-images-idx3-ubyte.gz", 4422102, "bef4ecab320f06d8554ea6380940ec79",
+        Remote(_FASHION + "t10k-images-idx3-ubyte.gz", 4422102,
                "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
-        Remote(_FASHION + "t10k-labels-idx1-ubyte.gz", 5148, "bb300cfdad3c16e7a12a480ee83cd310",
+        Remote(_FASHION + "t10k-labels-idx1-ubyte.gz", 5148,
                "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
     ),
     "cifar10": (
-        Remote(_CIFAR + "cifar-10-python.tar.gz", 170498071, "c58f30108f718f92721af3b95e74349a",
-               "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"),
+        Remote(_CIFAR + "cifar-10-binary.tar.gz", 170052171,
+               "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"),
     ),
     "cifar100": (
-        Remote(_CIFAR + "cifar-100-python.tar.gz", 169001437, "eb9058c3a382ffc7106e4002c42a8d85",
-               "85cd44d02ba6437773c5bbd22e183051d648de2e7d6b014e1ef29b855ba677a7"),
+        Remote(_CIFAR + "cifar-100-binary.tar.gz", 168513733,
+               "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"),
     ),
     "tiny_imagenet": (
         Remote("https://cs231n.stanford.edu/tiny-imagenet-200.zip", 248100043,
-               "90528d7ca1a48142e341f4ef8d21d0de",
                "6198c8ae015e2b3e007c7841da39ec069199b9aa3bfa943a462022fe5e43c821"),
     ),
 }
@@ -128,15 +124,7 @@ def checksum_error(path: Path, remote: Remote) -> str | None:
     size = path.stat().st_size
     if size != remote.size:
         return f"it has {size} bytes, not {remote.size}"
-    if file_digest(path) != remote.sha256:
-        return "its SHA-256 is not the published one"
-    md5 = _md5(path)
-    return None if md5 == remote.md5 else "its MD5 is not the published one"
-
-
-def _md5(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    return None if file_digest(path) == remote.sha256 else "its SHA-256 is not the published one"
 
 
 def _url(remote: Remote, mirror: str | None) -> str:

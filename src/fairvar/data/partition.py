@@ -7,14 +7,21 @@ minimum never ends for 1,000 MNIST images over 50 clients at alpha ≤ 0.1.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float, Int64, Integer, Shaped
 
 from fairvar.errors import BadInput
 from fairvar.validation import Checked, Count, Positive
+
+Labels = Integer[np.ndarray, " N"]
+Groups = Shaped[np.ndarray, " N"] | None
+Counts = Int64[np.ndarray, "labels n"]  # samples of each label per client
+PerLabel = Int64[np.ndarray, " labels"]
+Shares = Float[np.ndarray, "labels n"]
 
 # Dirichlet variates in all attempts together; keeps the worst request below about a second.
 VARIATE_BUDGET = 2_000_000
@@ -48,11 +55,7 @@ class Dirichlet(Checked, frozen=True, tag_field="name", tag="dirichlet"):
     on_failure: Literal["repair", "refuse"] = "repair"
 
     def assign(
-        self,
-        labels: Integer[np.ndarray, " N"],
-        clients: int,
-        rng: np.random.Generator,
-        groups: Shaped[np.ndarray, " N"] | None = None,
+        self, labels: Labels, clients: int, rng: np.random.Generator, groups: Groups = None
     ) -> Assignment:
         _check_enough(len(labels), clients, self.min_samples, "min_samples")
         _, code, per_label = np.unique(labels, return_inverse=True, return_counts=True)
@@ -64,8 +67,8 @@ class Dirichlet(Checked, frozen=True, tag_field="name", tag="dirichlet"):
         return Assignment(_materialise(code, counts, rng), attempts, moved)
 
     def _draw(
-        self, per_label: Int64[np.ndarray, " labels"], clients: int, rng: np.random.Generator
-    ) -> tuple[Int64[np.ndarray, "labels n"], int]:
+        self, per_label: PerLabel, clients: int, rng: np.random.Generator
+    ) -> tuple[Counts, int]:
         """Counts of the first draw that meets the minimum, else of the one that misses least."""
         cut = _cut_balanced if self.balanced else _cut
         # The balanced cut goes label by label: a Python step costs about as much as 64 variates.
@@ -81,7 +84,7 @@ class Dirichlet(Checked, frozen=True, tag_field="name", tag="dirichlet"):
                 best, shortage = counts, missing
         return best, attempts
 
-    def _why(self, counts: Int64[np.ndarray, "labels n"], attempts: int) -> str:
+    def _why(self, counts: Counts, attempts: int) -> str:
         sizes = counts.sum(0)
         return (
             f"no draw in {attempts} attempts gave all {len(sizes)} clients {self.min_samples} "
@@ -97,11 +100,7 @@ class IID(Checked, frozen=True, tag_field="name", tag="iid"):
     min_samples: Count = 1
 
     def assign(
-        self,
-        labels: Integer[np.ndarray, " N"],
-        clients: int,
-        rng: np.random.Generator,
-        groups: Shaped[np.ndarray, " N"] | None = None,
+        self, labels: Labels, clients: int, rng: np.random.Generator, groups: Groups = None
     ) -> Assignment:
         _check_enough(len(labels), clients, self.min_samples, "min_samples")
         owner = np.empty(len(labels), dtype=np.int64)
@@ -115,11 +114,7 @@ class Shards(Checked, frozen=True, tag_field="name", tag="shards"):
     per_client: Count = 2
 
     def assign(
-        self,
-        labels: Integer[np.ndarray, " N"],
-        clients: int,
-        rng: np.random.Generator,
-        groups: Shaped[np.ndarray, " N"] | None = None,
+        self, labels: Labels, clients: int, rng: np.random.Generator, groups: Groups = None
     ) -> Assignment:
         _check_enough(len(labels), clients, self.per_client, "per_client (shards)")
         shuffled = rng.permutation(len(labels))
@@ -135,11 +130,7 @@ class Natural(Checked, frozen=True, tag_field="name", tag="natural"):
     """One client per group of the data set (writer, speaker, hospital …), in the groups' order."""
 
     def assign(
-        self,
-        labels: Integer[np.ndarray, " N"],
-        clients: int,
-        rng: np.random.Generator,
-        groups: Shaped[np.ndarray, " N"] | None = None,
+        self, labels: Labels, clients: int, rng: np.random.Generator, groups: Groups = None
     ) -> Assignment:
         if groups is None:
             raise BadInput("the natural partition needs group ids, and this data set has none; "
@@ -164,9 +155,7 @@ def _check_enough(samples: int, clients: int, each: int, field: str) -> None:
                        f"there are {samples}; use {most}{less}")  # fmt: skip
 
 
-def _dirichlet(
-    alpha: float, labels: int, clients: int, rng: np.random.Generator
-) -> Float[np.ndarray, "labels n"]:
+def _dirichlet(alpha: float, labels: int, clients: int, rng: np.random.Generator) -> Shares:
     """Proportions per label; a draw that under- or overflows becomes its limit: one client."""
     share = rng.dirichlet(np.full(clients, alpha), size=labels)
     total = share.sum(1)
@@ -183,11 +172,7 @@ def _one_hot(
     return chosen
 
 
-def _cut(
-    share: Float[np.ndarray, "labels n"],
-    per_label: Int64[np.ndarray, " labels"],
-    rng: np.random.Generator,
-) -> Int64[np.ndarray, "labels n"]:
+def _cut(share: Shares, per_label: PerLabel, rng: np.random.Generator) -> Counts:
     """Samples of each label per client: differences of floor(cumulated share · count)."""
     edges = np.cumsum(share, axis=1)
     # Divided by the last edge, so that a client without share gets nothing from rounding.
@@ -195,11 +180,7 @@ def _cut(
     return np.diff(edges, axis=1, prepend=0)
 
 
-def _cut_balanced(
-    share: Float[np.ndarray, "labels n"],
-    per_label: Int64[np.ndarray, " labels"],
-    rng: np.random.Generator,
-) -> Int64[np.ndarray, "labels n"]:
+def _cut_balanced(share: Shares, per_label: PerLabel, rng: np.random.Generator) -> Counts:
     """As `_cut`, label by label, with clients that already hold N/n samples left out."""
     clients = share.shape[1]
     even = per_label.sum() / clients
@@ -215,7 +196,7 @@ def _cut_balanced(
     return counts
 
 
-def _repair(counts: Int64[np.ndarray, "labels n"], minimum: int) -> int:
+def _repair(counts: Counts, minimum: int) -> int:
     """Fill clients below the minimum from the largest ones, in place; returns samples moved.
 
     The largest are lowered to a common level (never below the minimum). A client receives labels
@@ -257,9 +238,7 @@ def _lowered(sizes: Int64[np.ndarray, " n"], amount: int) -> Int64[np.ndarray, "
 
 
 def _materialise(
-    code: Int64[np.ndarray, " N"],
-    counts: Int64[np.ndarray, "labels n"],
-    rng: np.random.Generator,
+    code: Int64[np.ndarray, " N"], counts: Counts, rng: np.random.Generator
 ) -> list[np.ndarray]:
     """Counts → sample indices: within a label, chance decides who gets which sample."""
     clients = counts.shape[1]
@@ -274,3 +253,36 @@ def _by_client(owner: Int64[np.ndarray, " N"], clients: int) -> list[np.ndarray]
     """The samples of each client, ascending."""
     sizes = np.bincount(owner, minlength=clients)
     return np.split(np.argsort(owner, kind="stable"), np.cumsum(sizes)[:-1])
+
+
+def statistics_of(labels: Labels, assignment: Assignment) -> dict[str, Any]:
+    """Its checksum and how uneven it is, as JSON-able facts.
+
+    `mean_total_variation`: distance of a client's label law from the pooled one (0: alike).
+    `effective_classes`: 1 / Σ share². `majority_share`: the accuracy of always answering the
+    client's most frequent class. All three are means over clients.
+    """
+    names, code = np.unique(labels, return_inverse=True)
+    count = np.stack([np.bincount(code[rows], minlength=len(names)) for rows in assignment.indices])
+    share = count / count.sum(1, keepdims=True)
+    pooled = count.sum(0) / count.sum()
+    return {
+        "sha256": assignment_sha256(assignment),
+        "clients": len(assignment.indices),
+        "sizes": [len(rows) for rows in assignment.indices],
+        "classes_by_client": (count > 0).sum(1).tolist(),
+        "mean_total_variation": float(0.5 * np.abs(share - pooled).sum(1).mean()),
+        "effective_classes": float((1 / (share**2).sum(1)).mean()),
+        "majority_share": float(share.max(1).mean()),
+        "attempts": assignment.attempts,
+        "moved": assignment.moved,
+    }
+
+
+def assignment_sha256(assignment: Assignment) -> str:
+    """Of clients, sizes and indices as little-endian int64, so that boundaries count too."""
+    digest = hashlib.sha256()
+    sizes = [len(rows) for rows in assignment.indices]
+    for part in ([len(sizes)], sizes, *assignment.indices):
+        digest.update(np.asarray(part, dtype="<i8").tobytes())
+    return digest.hexdigest()

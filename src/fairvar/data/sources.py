@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from fairvar.data import arrays, cifar, idx, images, packed
 from fairvar.data.cache import datasets_dir, read_through_cache, remembered_sha256
 from fairvar.data.dataset import BLOCK, Dataset, Scale
 from fairvar.data.fetch import REMOTE, checksum_error
-from fairvar.data.raw import Layout, Raw
+from fairvar.data.readers import Layout, Samples, cifar, idx, images, npz
 from fairvar.errors import BadInput, FairvarError, unknown
 
 RESEARCH = "published for research, no explicit licence; cite "
@@ -51,7 +50,7 @@ SOURCES: dict[str, Source] = {
         "https://github.com/zalandoresearch/fashion-mnist",
     ),
     "cifar10": Source(
-        "CIFAR-10", (*cifar.layouts(cifar.CIFAR10), *packed.CIFAR10_LAYOUTS),
+        "CIFAR-10", cifar.layouts(cifar.CIFAR10),
         ("cifar10", "cifar-10-batches-py", "cifar-10-batches-bin", "cifar10/cifar-10-batches-py",
          "cifar10/cifar-10-batches-bin", ""),
         Scale((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)), 60_000,
@@ -59,7 +58,7 @@ SOURCES: dict[str, Source] = {
         "61be567bc44e895e4a337e8777d1ea100e00a033afc62281b859d61836d84711",
     ),
     "cifar100": Source(
-        "CIFAR-100", (*cifar.layouts(cifar.CIFAR100), *packed.CIFAR100_LAYOUTS),
+        "CIFAR-100", cifar.layouts(cifar.CIFAR100),
         ("cifar100", "cifar-100-python", "cifar-100-binary", "cifar100/cifar-100-python",
          "cifar100/cifar-100-binary", "cifar100_half", ""),
         Scale((0.5071, 0.4865, 0.4409), (0.2009, 0.1984, 0.2023)), 60_000,
@@ -73,9 +72,10 @@ SOURCES: dict[str, Source] = {
         "https://cs231n.stanford.edu/tiny-imagenet-200.zip",
     ),
     "folder": Source("class sub-folders of images (root: the folder)", images.FOLDER_LAYOUTS),
-    "npz": Source("arrays x, y, groups, x_test, y_test (root: the file)", arrays.LAYOUTS),
+    "npz": Source("arrays x, y, groups, x_test, y_test (root: the file)", npz.LAYOUTS),
 }  # fmt: skip
 OWN = ("folder", "npz")
+SHEETS = "index.txt.xz"  # the index of CIFAR as WebP sheets (tools/unpack_webp.py)
 
 
 def load(
@@ -141,14 +141,14 @@ def own_scale(x: UInt8[np.ndarray, " N *features"]) -> Scale:
     return Scale(tuple(mean.tolist()), tuple(sd.tolist()))
 
 
-def _check_not_another(name: str, raw: Raw) -> None:
+def _check_not_another(name: str, raw: Samples) -> None:
     """MNIST and Fashion-MNIST have the same file names."""
     for other, source in SOURCES.items():
         if other != name and source.sha256 == raw.sha256:
             raise BadInput(f"the files found for {name} are those of {other}; check root")
 
 
-def _provenance(source: Source, raw: Raw) -> str:
+def _provenance(source: Source, raw: Samples) -> str:
     found, official = len(raw.y), source.images
     share = f"{100 * found / official:.3g} % of " if official else ""
     share = {1.0: "", 0.5: "half of "}.get(found / official if official else 1.0, share)
@@ -184,14 +184,22 @@ def locate(name: str, root: str | Path | None = None) -> tuple[Layout, list[Path
                     return layout, paths
     except OSError as error:
         raise BadInput(f"cannot look for {name} in {place}: {error.strerror}") from None
+    raise _not_found(name, root)
+
+
+def _not_found(name: str, root: str | Path | None) -> BadInput:
     if name in OWN:
-        raise BadInput(
-            f"root = {str(root)!r} is no {'folder' if name == 'folder' else '.npz file'}"
-        )
-    raise BadInput(
+        there = Path(root or "").expanduser().exists()
+        kind = "folder" if name == "folder" else ".npz file"
+        return BadInput(f"root = {str(root)!r} {f'is no {kind}' if there else 'does not exist'}")
+    way = f"point to it or run: fairvar data fetch {name}"
+    for place in _places(name, root):
+        if name.startswith("cifar") and (place / SHEETS).is_file():
+            way = f"unpack its WebP sheets first: python tools/unpack_webp.py {place}"
+    return BadInput(
         f"{name} was not found: root is {'not given' if root is None else repr(str(root))}, "
         f"FAIRVAR_DATA is {os.environ.get('FAIRVAR_DATA') or 'not set'}, the cache is "
-        f"{datasets_dir()}; point to it or run: fairvar data fetch {name}"
+        f"{datasets_dir()}; {way}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Can this model be trained over many clients at once? All reasons why not, each with the fix."""
+"""Can a model be trained over many clients at once? All reasons why not, each with the fix."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from fairvar.models.twice import hessian_product, twice_differentiable
 from fairvar.tree import Tree, scale, stack
 
 FEW = 4  # samples on which second derivatives are tried: they are costly
-SECOND = 100.0  # how much more they round
-_ONE_FUNCTION = "but two passes over a batch must see one function"
-_LOOP = "(it is trained client by client, slower)"
+SECOND = 100.0  # how much more second derivatives round
+LOOP = "(it is trained client by client, slower)"
 
 
 class Problem(str):
@@ -56,13 +55,21 @@ def check_model(
 ) -> list[Problem]:
     """All reasons against this module; an empty list means that it is fine.
 
-    Layers and parameters are looked at; with sample `inputs` (b, …), on the module's device, the
-    module is tried out as well: on a copy, with the random generators put back afterwards. Batch
-    norm, frozen parameters and tied weights are fine. Without `together` it is not tried on several
-    clients at once: torch.func takes a second to load, which a node spends on every message.
-    `curvature`: also its second derivatives are tried, which FairGrad needs and no other method.
+    Layers and parameters are examined; with sample `inputs` (b, …), on the module's device, the
+    module is also run: on a copy, with the random generators put back afterwards. Batch norm,
+    frozen parameters and tied weights are fine. `together=False` does not run several clients at
+    once: torch.func takes a second to load, which a node would spend on every message.
+    `curvature`: also try second derivatives, which FairGrad needs and no other method.
     """
-    _check_arguments(module, inputs, targets, classes)
+    if not isinstance(module, nn.Module):
+        raise BadInput(f"module must be an nn.Module, not {type(module).__name__}")
+    for name, value in (("inputs", inputs), ("targets", targets)):
+        if value is not None and not isinstance(value, Tensor):
+            raise BadInput(f"{name} must be a tensor, not {type(value).__name__}; use torch.tensor")
+    if inputs is not None and (inputs.dim() == 0 or len(inputs) == 0):
+        raise BadInput("inputs must be a batch of at least one sample: a tensor of shape (b, …)")
+    if classes is not None and (not isinstance(classes, int) or classes < 1):
+        raise BadInput(f"classes = {shown(classes)}: give the number of classes, 1 or more")
     for name, flag in (("together", together), ("curvature", curvature)):
         if not isinstance(flag, bool):
             raise BadInput(f"{name} = {shown(flag)}: give True or False")
@@ -77,13 +84,13 @@ def examine(
     together: bool = True,
     curvature: bool = True,
 ) -> Findings:
-    """`check_model` with what only the engines want to know."""
+    """`check_model` with what only the engines need to know."""
     found = Findings([*_parameter_problems(module), *_layer_problems(module)])
     if inputs is None or any(is_lazy(p) for p in module.parameters()):
         return found
     devices = [inputs.device] if inputs.is_cuda else []
     with warnings.catch_warnings(), torch.random.fork_rng(devices=devices):
-        warnings.simplefilter("ignore")  # vmap tells which operations it runs slowly
+        warnings.simplefilter("ignore")  # vmap warns of operations that it runs slowly
         wrong = list(_pass_problems(module, inputs, targets, classes))
         together = together and not found.problems
         found.problems += wrong
@@ -92,20 +99,8 @@ def examine(
     return found
 
 
-def _check_arguments(module: object, inputs: object, targets: object, classes: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise BadInput(f"module must be an nn.Module, not {type(module).__name__}")
-    for name, value in (("inputs", inputs), ("targets", targets)):
-        if value is not None and not isinstance(value, Tensor):
-            raise BadInput(f"{name} must be a tensor, not {type(value).__name__}; use torch.tensor")
-    if isinstance(inputs, Tensor) and (inputs.dim() == 0 or len(inputs) == 0):
-        raise BadInput("inputs must be a batch of at least one sample: a tensor of shape (b, …)")
-    if classes is not None and (not isinstance(classes, int) or classes < 1):
-        raise BadInput(f"classes = {shown(classes)}: give the number of classes, 1 or more")
-
-
 def tells_all(module: nn.Module) -> bool:
-    """Torch's and our own layers say all about themselves when printed."""
+    """Whether printing the module describes it completely: layers of torch and fairvar only."""
     ours = ("torch.nn.", "fairvar.models.")
     return all(type(m).__module__.startswith(ours) for m in module.modules())
 
@@ -118,57 +113,57 @@ def _parameter_problems(module: nn.Module) -> Iterator[Problem]:
         yield Problem("has no trainable parameter: set requires_grad on some")
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point():
-            yield Problem(
-                f"parameter {name} is {parameter.dtype}: use real floating point numbers, "
-                "or a buffer if it is not trained"
-            )
+            yield Problem(f"parameter {name} is {parameter.dtype}: use real floating point "
+                          "numbers, or a buffer if it is not trained")  # fmt: skip
 
 
 def _layer_problems(module: nn.Module) -> Iterator[Problem]:
+    """What is wrong with a layer by what it is, without running it."""
     for name, layer in module.named_modules():
-        for text, fatal in _against(layer):
-            yield Problem(f"{name or 'the module'} ({type(layer).__name__}) {text}", fatal)
+        for applies, text, fatal in _rules(layer):
+            if applies:
+                yield Problem(f"{name or 'the module'} ({type(layer).__name__}) {text}", fatal)
 
 
-def _against(layer: nn.Module) -> Iterator[tuple[str, bool]]:
-    """(reason, fatal) against one layer by what it is, without running it."""
-    dropout = getattr(layer, "p" if isinstance(layer, _DropoutNd) else "dropout", 0)
-    if isinstance(dropout, float | int) and dropout > 0:
-        yield (
-            "drops at random, but two passes over a batch must see one function: set it to 0",
-            True,
-        )
-    if isinstance(layer, nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
-        yield f"is random, {_ONE_FUNCTION}: use LeakyReLU or MaxPool instead", True
-    if isinstance(layer, nn.RNNBase):
-        yield (
-            f"cannot have parameters per client under vmap: write it with Linear layers {_LOOP}",
-            False,
-        )
-    if isinstance(layer, torch.jit.ScriptModule) or hasattr(layer, "_orig_mod"):
-        yield "is compiled: give the module that it was made from", True
-    if isinstance(layer, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        yield "spreads a batch over devices: give its .module", True
-    if isinstance(layer, nn.SyncBatchNorm):
-        yield "mixes the batches of processes, so of clients: use BatchNorm2d", True
-    elif isinstance(layer, _BatchNorm) and layer.momentum is None:
-        yield "averages over all batches ever seen: set momentum to a number such as 0.1", True
-    elif isinstance(layer, _BatchNorm) and type(layer) not in (*SWAPPED, PlainBatchNorm):
-        yield f"is a batch norm of its own kind: use BatchNorm1d, 2d or 3d {_LOOP}", False
-    if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
-        yield f"keeps running statistics in place: set track_running_stats=False {_LOOP}", False
+def _rules(layer: nn.Module) -> list[tuple[bool, str, bool]]:
+    """(whether it holds for this layer, the reason with its fix, whether it is fatal)"""
+    share = getattr(layer, "p" if isinstance(layer, _DropoutNd) else "dropout", 0)
+    drops = isinstance(share, float | int) and share > 0
+    random = isinstance(layer, nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d)
     hooks = {type(hook).__name__ for hook in layer._forward_pre_hooks.values()}
-    if "SpectralNorm" in hooks or type(layer).__name__ == "_SpectralNorm":
-        yield "changes its state in every forward pass: remove the spectral norm", True
-    if "WeightNorm" in hooks:
-        yield f"has a weight norm by hook: use nn.utils.parametrizations.weight_norm {_LOOP}", False
+    spectral = "SpectralNorm" in hooks or type(layer).__name__ == "_SpectralNorm"
+    compiled = isinstance(layer, torch.jit.ScriptModule) or hasattr(layer, "_orig_mod")
+    spread = isinstance(layer, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    synced = isinstance(layer, nn.SyncBatchNorm)
+    norm = isinstance(layer, _BatchNorm) and not synced
+    endless = norm and layer.momentum is None
+    own_norm = norm and not endless and type(layer) not in (*SWAPPED, PlainBatchNorm)
+    tracks = isinstance(layer, _InstanceNorm) and layer.track_running_stats
+    recurrent = isinstance(layer, nn.RNNBase)
+    one = "but two passes over a batch must see one function"
+    # fmt: off
+    return [
+        (drops, f"drops at random, {one}: set it to 0", True),
+        (random, f"is random, {one}: use LeakyReLU or MaxPool instead", True),
+        (recurrent, "cannot have parameters per client under vmap: write it with Linear layers "
+         + LOOP, False),
+        (compiled, "is compiled: give the module that it was made from", True),
+        (spread, "spreads a batch over devices: give its .module", True),
+        (synced, "mixes the batches of processes, so of clients: use BatchNorm2d", True),
+        (endless, "averages over all batches ever seen: set momentum, for example to 0.1", True),
+        (own_norm, f"is a batch norm of its own kind: use BatchNorm1d, 2d or 3d {LOOP}", False),
+        (tracks, f"keeps running statistics in place: set track_running_stats=False {LOOP}", False),
+        (spectral, "changes its state in every forward pass: remove the spectral norm", True),
+        ("WeightNorm" in hooks,
+         f"has a weight norm by hook: use nn.utils.parametrizations.weight_norm {LOOP}", False),
+    ]
+    # fmt: on
 
 
-# -- one pass, as torch alone would make it --------------------------------------------------------
 def _pass_problems(
     module: nn.Module, inputs: Tensor, targets: Tensor | None, classes: int | None
 ) -> Iterator[Problem]:
-    """In training and in evaluation mode, twice, and on a single sample."""
+    """As torch alone runs it: in training and evaluation mode, twice, and on a single sample."""
     shape = tuple(inputs.shape)
     try:
         with torch.no_grad():
@@ -184,17 +179,15 @@ def _pass_problems(
     except Exception as error:
         yield Problem(f"fails on inputs of shape {shape}: {one_line(error)}")
         return
-    found = list(_output_problems(outputs, inputs, targets, classes))
-    found = found or list(_output_problems(evaluated, inputs, targets, classes))
-    found = found or list(_output_problems(alone, inputs[:1], None, classes))
-    yield from found
-    if found:
-        return
+    for given, samples, labels in (
+        (outputs, inputs, targets), (evaluated, inputs, targets), (alone, inputs[:1], None)
+    ):  # fmt: skip
+        if found := list(_output_problems(given, samples, labels, classes)):
+            yield from found
+            return
     if not _close(again, outputs):
-        yield Problem(
-            "gives other outputs in a second pass over the same batch: "
-            "remove what is random or remembers earlier passes"
-        )
+        yield Problem("gives other outputs in a second pass over the same batch: "
+                      "remove what is random or remembers earlier passes")  # fmt: skip
         return
     try:
         _slopes(copy.deepcopy(module).train(), inputs)
@@ -209,10 +202,8 @@ def _output_problems(
         yield Problem(f"returns a {type(outputs).__name__}: return one tensor of outputs")
         return
     if outputs.dim() == 0 or outputs.shape[0] != inputs.shape[0]:
-        yield Problem(
-            f"turns {inputs.shape[0]} inputs into outputs of shape {tuple(outputs.shape)}: "
-            "the first axis must stay the batch"
-        )
+        yield Problem(f"turns {inputs.shape[0]} inputs into outputs of shape "
+                      f"{tuple(outputs.shape)}: the first axis must stay the batch")  # fmt: skip
         return
     if not bool(torch.isfinite(outputs).all()):
         yield Problem("gives outputs that are not finite: check the inputs and the initialisation")
@@ -233,11 +224,10 @@ def _slopes(module: nn.Module, inputs: Tensor, twice: bool = False) -> tuple[Ten
     return hessian_product(slopes, leaves, [s.detach() for s in slopes]) if twice else slopes
 
 
-# -- as the engines make it ------------------------------------------------------------------------
 def _try_engines(
     found: Findings, module: nn.Module, inputs: Tensor, together: bool, curvature: bool
 ) -> None:
-    """What only shows when the module runs as the engines run it; nothing is said twice."""
+    """What only shows when the module runs as the engines run it."""
     plain, inputs = _precise(copy.deepcopy(module).train(), inputs)
     bent = None
     if curvature:
@@ -246,35 +236,32 @@ def _try_engines(
                 products = _slopes(copy.deepcopy(plain), inputs[:FEW], twice=True)
             bent = torch.cat([leaf.flatten() for leaf in products])
         except Exception as error:
-            found.problems.append(Problem(
-                "cannot be differentiated twice, which FairGrad needs and no other method: "
-                + one_line(error)))  # fmt: skip
+            found.problems.append(Problem("cannot be differentiated twice, which FairGrad needs "
+                                          f"and no other method: {one_line(error)}"))  # fmt: skip
     try:
         trial = swap_batch_norm(plain)
-        changed = list(_changed_in_place(trial, inputs))
-        if changed:
-            text = f"changes {', '.join(changed)} in place: assign a new tensor instead {_LOOP}"
+        if changed := _changed_in_place(trial, inputs):
+            text = f"changes {', '.join(changed)} in place: assign a new tensor instead {LOOP}"
             found.problems.append(Problem(text, fatal=False))
         elif together:
             found.problems += _vmap_problems(trial, inputs, bent)
             found.reverse_over_forward = bent is None or _bends_in_reverse(trial, inputs, bent)
         found.problems += _mixing_problems(trial, inputs)
     except Exception as error:
-        text = f"does not run under torch.func {_LOOP}: {one_line(error)}"
+        text = f"does not run under torch.func {LOOP}: {one_line(error)}"
         found.problems.append(Problem(text, fatal=False))
 
 
-def _changed_in_place(module: nn.Module, inputs: Tensor) -> Iterator[str]:
+def _changed_in_place(module: nn.Module, inputs: Tensor) -> list[str]:
     """Parameters and buffers that a pass writes into. (New values by assignment are fine.)"""
     for trial in (copy.deepcopy(module), copy.deepcopy(module).eval()):
         given = {name: leaf.detach().clone() for name, leaf in trial.state_dict().items()}
         before = copy.deepcopy(given)
         with torch.no_grad():
             call(trial, given, {}, inputs)
-        changed = [name for name, leaf in before.items() if not torch.equal(given[name], leaf)]
-        if changed:
-            yield from changed
-            return
+        if changed := [name for name, leaf in before.items() if not torch.equal(given[name], leaf)]:
+            return changed
+    return []
 
 
 def _precise(module: nn.Module, inputs: Tensor) -> tuple[nn.Module, Tensor]:
@@ -291,10 +278,7 @@ def _precise(module: nn.Module, inputs: Tensor) -> tuple[nn.Module, Tensor]:
 
 
 def _vmap_problems(module: nn.Module, inputs: Tensor, bent: Tensor | None) -> Iterator[Problem]:
-    """Two clients, each with parameters, buffers and samples of its own, together and one by one.
-
-    As in the engines: in the first step clients share the model, later they do not. `bent` is what
-    the second derivative should be."""
+    """Two clients at once against one by one; `bent` is what the second derivative should be."""
     which = ""
     try:
         alike = _same_together(module, inputs)
@@ -302,70 +286,63 @@ def _vmap_problems(module: nn.Module, inputs: Tensor, bent: Tensor | None) -> It
             which = "has a second derivative that "
             alike = _bends_forward(module, inputs, bent)
     except Exception as error:
-        text = f"{which}does not run under torch.func.vmap {_LOOP}: {one_line(error)}"
+        text = f"{which}does not run under torch.func.vmap {LOOP}: {one_line(error)}"
         yield Problem(text, fatal=False)
         return
     if not alike:
-        yield Problem(f"{which}gives other numbers under torch.func.vmap {_LOOP}", fatal=False)
+        yield Problem(f"{which}gives other numbers under torch.func.vmap {LOOP}", fatal=False)
 
 
 def _same_together(module: nn.Module, inputs: Tensor) -> bool:
+    """Gradients and outputs of two clients: with one shared model, as in the first local step, and
+    with parameters and buffers of their own, as later."""
     total, model, buffers = _functional(module)
     evaluating = copy.deepcopy(module).eval()
 
-    def once(own: Tree, statistics: Tree, x: Tensor) -> tuple[Tree, Tensor]:
+    def once(own: Tree, statistics: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
         frozen = {k: p for k, p in evaluating.named_parameters() if k not in own}
         with torch.no_grad():
             outputs = call(evaluating, {**own, **frozen}, statistics, x)[0]
-        return grad(total)(own, statistics, x), outputs
+        return _flat(grad(total)(own, statistics, x)), outputs
 
-    samples = torch.stack([inputs, inputs.flip(0)])
-    models, twins = stack([model, scale(model, 0.5)]), _twins(buffers)
-    for axes, given in (
-        ((None, None, 0), (model, buffers, samples)),
-        ((0, 0, 0), (models, twins, samples)),
-    ):
-        gradients, outputs = vmap(once, in_dims=axes)(*given)
-        for i in range(2):
-            own: list[Any] = [
-                value if axis is None else _item(value, i)
-                for value, axis in zip(given, axes, strict=True)
-            ]
-            gradient, alone = once(*own)
-            same = _close(_flat(_item(gradients, i)), _flat(gradient))
-            if not same or not _close(outputs[i], alone):
+    models, samples = [model, scale(model, 0.5)], [inputs, inputs.flip(0)]
+    x = torch.stack(samples)
+    shared = vmap(once, in_dims=(None, None, 0))(model, buffers, x)
+    apart = vmap(once)(stack(models), stack([buffers] * 2), x)
+    for i in range(2):
+        for (gradients, outputs), own in ((shared, model), (apart, models[i])):
+            gradient, alone = once(own, buffers, samples[i])
+            if not _close(gradients[i], gradient) or not _close(outputs[i], alone):
                 return False
     return True
 
 
 def _bends_forward(module: nn.Module, inputs: Tensor, bent: Tensor) -> bool:
-    """The Hessian product of two clients, forward over reverse (as `engine/vmapped.py`)."""
+    """The Hessian product of two clients with models of their own: forward over reverse."""
     total, model, buffers = _functional(module)
 
-    def product(own: Tree, statistics: Tree, x: Tensor) -> Tree:
+    def product(own: Tree, statistics: Tree, x: Tensor) -> Tensor:
         along = grad(total)(own, statistics, x)
-        return jvp(lambda at: grad(total)(at, statistics, x), (own,), (along,))[1]
+        return _flat(jvp(lambda at: grad(total)(at, statistics, x), (own,), (along,))[1])
 
-    few = inputs[:FEW]
     with twice_differentiable(module):
-        found = vmap(product)(_twins(model), _twins(buffers), torch.stack([few, few]))
-    return _close(_flat(_item(found, 0)), bent, SECOND)
+        found = vmap(product)(stack([model] * 2), stack([buffers] * 2), _twice(inputs))
+    return _close(found[0], bent, SECOND)
 
 
 def _bends_in_reverse(module: nn.Module, inputs: Tensor, bent: Tensor) -> bool:
-    """The same in reverse over forward (as `engine/blocked.py`), which torch gets wrong for layer
-    norm (seen in 2.13)."""
+    """The same of two clients with a shared model: reverse over forward, which torch gets wrong for
+    layer norm (seen in 2.13)."""
     total, model, buffers = _functional(module)
-    few = inputs[:FEW]
     try:
         with twice_differentiable(module):
-            along = grad(total)(model, buffers, few)
+            along = grad(total)(model, buffers, inputs[:FEW])
 
             def slope(at: Tree) -> Tensor:
                 def each(x: Tensor) -> Tensor:
                     return jvp(lambda p: total(p, buffers, x), (at,), (along,))[1]
 
-                return vmap(each)(torch.stack([few, few]))[0]
+                return vmap(each)(_twice(inputs))[0]
 
             return _close(_flat(grad(slope)(model)), bent, SECOND)
     except Exception:
@@ -386,39 +363,30 @@ def _functional(module: nn.Module) -> tuple[Callable[..., Tensor], Tree, Tree]:
 
 
 def _mixing_problems(module: nn.Module, inputs: Tensor) -> Iterator[Problem]:
-    """Is the last sample, called padding, left out of the others' outputs and of the buffers?"""
+    """Does a last sample that is marked as padding change the others' outputs or the buffers?"""
     if inputs.shape[0] < (3 if sample_weight_names(module) else 2):
         return
+    params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     padded = torch.cat([inputs[:-1], torch.zeros_like(inputs[-1:])])
     real = torch.ones(len(inputs), device=inputs.device)
     real[-1] = 0
     try:
-        (outputs, buffers), (alone, own) = (
-            _forward(module, padded, real),
-            _forward(module, inputs[:-1]),
-        )
+        with torch.no_grad():
+            outputs, with_padding = call(module, params, buffers, padded, real)
+            alone, without = call(module, params, buffers, inputs[:-1])
         mixed = not _close(outputs[:-1], alone)
         # As one vector: the mean of a single layer may be zero but for rounding.
-        mixed |= bool(own) and not _close(_flat(buffers).double(), _flat(own).double())
+        mixed |= bool(without) and not _close(_flat(with_padding).double(), _flat(without).double())
         reason = "lets the samples of a batch influence each other, so padding would leak"
     except Exception as error:
         mixed, reason = True, f"does not run on padded batches: {one_line(error)}"
     if mixed:
-        yield Problem(f"{reason}: use only layers that treat samples alone {_LOOP}", fatal=False)
+        yield Problem(f"{reason}: use only layers that treat samples alone {LOOP}", fatal=False)
 
 
-def _forward(module: nn.Module, inputs: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tree]:
-    params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-    with torch.no_grad():
-        return call(module, params, buffers, inputs, real)
-
-
-def _twins(tree: Tree) -> Tree:
-    return {name: torch.stack([leaf, leaf]) for name, leaf in tree.items()}
-
-
-def _item(value: Any, i: int) -> Any:
-    return {k: leaf[i] for k, leaf in value.items()} if isinstance(value, dict) else value[i]
+def _twice(inputs: Tensor) -> Tensor:
+    """The same few samples for two clients."""
+    return torch.stack([inputs[:FEW], inputs[:FEW]])
 
 
 def _flat(tree: Tree) -> Tensor:

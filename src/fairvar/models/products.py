@@ -21,71 +21,43 @@ from torch.autograd import Function
 from torch.nn.functional import pad
 
 
-class _Cut(Function):
+class _Windows(Function):
     """(b, h, w, c) → (b, rows, parts, k, wide, c): the inputs of `columns` outputs, overlapping.
+    `back`: the adjoint, in which every input gets the sum over the windows that contain it.
 
     Linear, so its derivatives are itself and its adjoint; both treat samples alone, so vmap just
     joins its axis with theirs. Written by hand since torch has no batching rule for the adjoint.
     """
 
     @staticmethod
-    def forward(x: Tensor, height: int, kernel: int, columns: int) -> Tensor:
-        windows = x.unfold(1, height, 1).unfold(2, columns + kernel - 1, columns)
-        return windows.permute(0, 1, 2, 4, 5, 3).contiguous()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.how = inputs[1:]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Join.apply(gradient, *ctx.how), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _Cut.apply(tangent, *ctx.how)
-
-    @staticmethod
-    def vmap(info: Any, axes: Any, x: Tensor, *how: Any) -> tuple[Tensor, int]:
-        return _apart(_Cut.apply(_together(x, axes[0]), *how), info.batch_size), 0
-
-
-class _Join(Function):
-    """The adjoint of `_Cut`: every input gets the sum over the windows that contain it."""
-
-    @staticmethod
-    def forward(windows: Tensor, height: int, kernel: int, columns: int) -> Tensor:
-        b, rows, parts, _, wide, c = windows.shape
-        x = windows.new_zeros(b, rows + height - 1, parts * columns + kernel - 1, c)
+    def forward(x: Tensor, back: bool, height: int, kernel: int, columns: int) -> Tensor:
+        if not back:
+            windows = x.unfold(1, height, 1).unfold(2, columns + kernel - 1, columns)
+            return windows.permute(0, 1, 2, 4, 5, 3).contiguous()
+        b, rows, parts, _, wide, c = x.shape
+        found = x.new_zeros(b, rows + height - 1, parts * columns + kernel - 1, c)
         for i in range(height):
             for part in range(parts):
                 start = part * columns
-                x[:, i : i + rows, start : start + wide] += windows[:, :, part, i]
-        return x
+                found[:, i : i + rows, start : start + wide] += x[:, :, part, i]
+        return found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.how = inputs[1:]
+        _, ctx.back, *ctx.how = inputs
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Cut.apply(gradient, *ctx.how), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _Windows.apply(gradient, not ctx.back, *ctx.how), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        return _Join.apply(tangent, *ctx.how)
+        return _Windows.apply(tangent, ctx.back, *ctx.how)
 
     @staticmethod
     def vmap(info: Any, axes: Any, x: Tensor, *how: Any) -> tuple[Tensor, int]:
-        return _apart(_Join.apply(_together(x, axes[0]), *how), info.batch_size), 0
-
-
-def _together(x: Tensor, axis: int) -> Tensor:
-    return x.movedim(axis, 0).flatten(0, 1)
-
-
-def _apart(x: Tensor, clients: int) -> Tensor:
-    return x.unflatten(0, (clients, -1))
+        joined = x.movedim(axes[0], 0).flatten(0, 1)
+        return _Windows.apply(joined, *how).unflatten(0, (info.batch_size, -1)), 0
 
 
 class ProductConv2d(nn.Conv2d):
@@ -100,20 +72,17 @@ class ProductConv2d(nn.Conv2d):
         return made  # type: ignore[return-value]
 
     def forward(self, input: Tensor) -> Tensor:
-        x = pad(input, self._reversed_padding_repeated_twice) if self._pads else input
+        padding = self._reversed_padding_repeated_twice
+        x = pad(input, padding) if any(padding) else input
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         outputs, (height, kernel) = self.out_channels, self.kernel_size
         b, rows, width = x.shape[0], x.shape[2] - height + 1, x.shape[3] - kernel + 1
         columns = _at_once(width, kernel)
-        windows = _Cut.apply(x.permute(0, 2, 3, 1), height, kernel, columns)
+        windows = _Windows.apply(x.permute(0, 2, 3, 1), False, height, kernel, columns)
         made = windows.reshape(b * rows * (width // columns), -1) @ self._band(columns)
         y = made.reshape(b, rows, width, outputs)
         return (y if self.bias is None else y + self.bias).permute(0, 3, 1, 2)
-
-    @property
-    def _pads(self) -> bool:
-        return any(self._reversed_padding_repeated_twice)
 
     def _band(self, columns: int) -> Tensor:
         """(k · wide · c, columns · outputs): the kernel, one place further for every column.

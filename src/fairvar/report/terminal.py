@@ -81,7 +81,7 @@ def agreement_table(found: Sequence[Agreement], seed: int) -> RichTable:
 
 def passport_table(federation: Federation, title: str = "partition") -> RichTable:
     """Where a partition came from and how uneven it is."""
-    passport, sizes = dict(federation.passport), federation.sizes
+    passport, sizes = dict(federation.provenance), federation.sizes
     facts: dict[str, Any] = {
         "data set": passport.get("dataset", federation.name),
         "clients": federation.clients,

@@ -1,7 +1,9 @@
-"""What one client computes: a module, autograd, its own samples. The arithmetic of every client
-that is computed by itself: in the reference loop and on the nodes of a real federation.
+"""The reference: client after client, a module, autograd and plain sums. The oracle of the tests.
 
-`run.federation` holds the client's samples at its id; a node holds no others' (`federated/node`).
+Slow on purpose, and without the engine's tricks: own forward passes, torch's own batch norm,
+Hessian-vector products by differentiating twice, the methods exactly as their papers' boxes. The
+arithmetic of one client is also that of the nodes of a real federation (`deploy/client.py`), where
+`run.federation` holds the samples of this client only.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fairvar.engine.kernels.vmapped import Observer, Trained
 from fairvar.engine.run import Run
+from fairvar.engine.server import Answers, Server, aggregate
+from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Method
 from fairvar.models.twice import hessian_product
-from fairvar.tree import Tree, add, scale, squared_norm, subtract
+from fairvar.tree import Tree, add, scale, squared_norm, stack, subtract, weighted_sum
 
 
-class Look(NamedTuple):
+class Probed(NamedTuple):
     """What a client sees at x^t."""
 
     loss: Tensor  # f_i
@@ -33,7 +38,7 @@ def load(run: Run, params: Tree, buffers: Tree) -> nn.Module:
     return module
 
 
-def probe(run: Run, method: Method, sent: nn.Module, t: int, client: int) -> Look:
+def probe(run: Run, method: Method, sent: nn.Module, t: int, client: int) -> Probed:
     """f_i and ∇f_i at x^t, on the round's first batch; f_i on all samples if the method says so."""
     x, y = _batches(run, t, client)[0]
     module = copy.deepcopy(sent)  # batch norm counts what it sees
@@ -43,7 +48,7 @@ def probe(run: Run, method: Method, sent: nn.Module, t: int, client: int) -> Loo
     if method.loss_data == "full":
         loss = full_loss(run, sent, client)
     gradient = dict(zip(named, found, strict=True))
-    return Look(loss.detach().double(), gradient, buffers_of(run, module))
+    return Probed(loss.detach().double(), gradient, buffers_of(run, module))
 
 
 def full_loss(run: Run, sent: nn.Module, client: int) -> Tensor:
@@ -77,13 +82,13 @@ def train(
 
 
 def stepped(
-    method: Method, x: Tree, look: Look, a: Tensor, g: Tree, lr: float, clip_norm: float | None
+    method: Method, x: Tree, probed: Probed, a: Tensor, g: Tree, lr: float, clip_norm: float | None
 ) -> Tree:
     """x_i after one step, from what the client saw: as `train` makes it, where no curvature is
     needed. So a server can take the step in the client's place."""
     dtype = next(iter(x.values())).dtype
-    own, shared = method.coefficients(look.loss.to(dtype), a.to(dtype))
-    direction = _clipped(_direction(look.gradient, own, g, shared), clip_norm)
+    own, shared = method.coefficients(probed.loss.to(dtype), a.to(dtype))
+    direction = _clipped(_direction(probed.gradient, own, g, shared), clip_norm)
     return {name: leaf - lr * direction[name] for name, leaf in x.items()}
 
 
@@ -150,3 +155,33 @@ def _batches(run: Run, t: int, client: int) -> list[tuple[Tensor, Tensor]]:
 
 def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return {k: p for k, p in module.named_parameters() if p.requires_grad}
+
+
+def reference_round(run: Run, state: State, t: int, observe: Observer | None = None) -> Outcome:
+    method, ids = run.method.at_round(t), run.participation.of_round(t)
+    share = run.method.share(run.federation.sizes[ids]).to(run.device)
+    sent = load(run, state.x, state.buffers)
+
+    # Before training: f_i and ∇f_i at x^t, on the first batch (exact methods average them now).
+    first = [probe(run, method, sent, t, i) for i in ids.tolist()]
+    loss, gradient = torch.stack([f.loss for f in first]), stack([f.gradient for f in first])
+    mean_loss, mean_gradient = share @ loss, weighted_sum(share, gradient)
+    a, g = (mean_loss, mean_gradient) if method.probes else (state.mean_loss, state.mean_gradient)
+
+    # Local steps.
+    trained = [
+        train(run, method, sent, t, i, f, a, g) for i, f in zip(ids.tolist(), loss, strict=True)
+    ]
+    params = [params_of(run, module) for module, _ in trained]
+    buffers = [buffers_of(run, module) for module, _ in trained]
+    own = torch.stack([factor for _, factor in trained]).double()
+    ids = ids.to(run.device)
+    if observe is not None:
+        after = stack(buffers) if state.buffers else {}
+        observe(Trained(ids, stack(params), after, loss, gradient, own))
+
+    # Server.
+    kept = mean_gradient if run.method.reports_gradient else None
+    server = Server(method, share, ids, run.clients)
+    answers = Answers(loss, params, buffers, own)
+    return aggregate(server, state, answers, mean_loss, kept, run.lr)

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import math
-import struct
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fairvar.data.raw import Layout, Raw, reason, refused, unreadable
-from fairvar.errors import BadInput, FairvarError
-from fairvar.system.files import open_regular
+from fairvar.data.readers import Layout, Samples, refused, refusing_damage
+from fairvar.data.readers.archives import open_zip
+from fairvar.errors import BadInput
 
 NAMES = ("x", "y", "groups", "x_test", "y_test", "groups_test")
 MOST_BYTES = 64 << 30
 MOST_RATIO = 200  # no array is compressed more than that; a bomb is
 MOST_RATIO_OF_ALL = 20  # above `ANY_RATIO` bytes
 ANY_RATIO = 128 << 20
-AT_ONCE = 2 << 20  # of the zip's table, too
-_UNREADABLE = (zipfile.BadZipFile, struct.error, zlib.error, ArithmeticError, EOFError,
-               RuntimeError, NotImplementedError, ValueError, TypeError, LookupError,
-               SyntaxError, MemoryError)  # fmt: skip
+MOST_TABLE_BYTES = 2 << 20  # of the zip
+HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
-def read(paths: Sequence[Path]) -> Raw:
+def read(paths: Sequence[Path]) -> Samples:
     arrays = _arrays(paths[0])
     for name in ("x", "y"):
         if name not in arrays:
@@ -50,7 +49,7 @@ def read(paths: Sequence[Path]) -> Raw:
             groups = np.concatenate([groups, arrays["groups_test"]])
     if groups is not None and len(groups) not in (train, len(y)):
         raise BadInput(f"{len(groups)} group ids for {len(y)} samples; give one each")
-    return Raw(x, y, train, int(y.max()) + 1, groups, note="own arrays")
+    return Samples(x, y, train, int(y.max()) + 1, groups, note="own arrays")
 
 
 def _inputs(name: str, x: np.ndarray) -> np.ndarray:
@@ -88,25 +87,17 @@ def _check_length(name: str, x: np.ndarray, y: np.ndarray) -> None:
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
-    try:
-        with (
-            open_regular(path, MOST_BYTES, at_once=AT_ONCE) as file,
-            zipfile.ZipFile(file) as archive,
-        ):
-            infos = archive.infolist()
-            names = [info.filename.removesuffix(".npy") for info in infos]
-            for name in names:
-                if name not in NAMES or names.count(name) > 1:
-                    raise refused(path, f"{name[:80]!r} comes twice or is none of "
-                                        f"{', '.join(NAMES)}")  # fmt: skip
-            _check_sizes(path, infos)
-            return {n: _array(path, archive, i) for n, i in zip(names, infos, strict=True)}
-    except FairvarError:
-        raise
-    except _UNREADABLE as error:
-        raise refused(path, f"it is no intact .npz file ({reason(error)})") from None
-    except OSError as error:
-        raise unreadable(path, error) from None
+    with (
+        refusing_damage(path, ".npz file"),
+        open_zip(path, MOST_TABLE_BYTES, MOST_BYTES) as archive,
+    ):
+        infos = archive.infolist()
+        names = [info.filename.removesuffix(".npy") for info in infos]
+        for name in names:
+            if name not in NAMES or names.count(name) > 1:
+                raise refused(path, f"{name[:80]!r} comes twice or is none of {', '.join(NAMES)}")
+        _check_sizes(path, infos)
+        return {n: _array(path, archive, i) for n, i in zip(names, infos, strict=True)}
 
 
 def _check_sizes(path: Path, infos: Sequence[zipfile.ZipInfo]) -> None:
@@ -120,37 +111,26 @@ def _check_sizes(path: Path, infos: Sequence[zipfile.ZipInfo]) -> None:
 
 
 def _array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
-    """The header is believed only where it agrees with the number of bytes that follow."""
     with archive.open(info) as file:
-        shape, fortran, dtype = _header(file)
-        if dtype.hasobject:
-            raise refused(path, f"{info.filename} holds Python objects, not numbers")
-        size = info.file_size - file.tell()
-        if math.prod(shape) * dtype.itemsize != size or len(shape) > 8:
-            raise refused(path, f"{info.filename} should have shape {shape} of {dtype} but has "
-                                f"{size} bytes")  # fmt: skip
-        values = np.empty(size, dtype=np.uint8)
-        view = values.data
-        done = 0
-        while done < size:
-            piece = file.read(min(1 << 20, size - done))
-            if not piece:
-                raise refused(path, f"{info.filename} is cut off")
-            view[done : done + len(piece)] = piece
-            done += len(piece)
-        file.read(1)  # the end, where the checksum is
-    flat = values.view(dtype) if size else np.empty(0, dtype)
-    array = flat.reshape(shape, order="F" if fortran else "C")
-    return array.astype(dtype.newbyteorder("="), copy=False)
+        _check_header(path, info, file)
+    with archive.open(info) as file:
+        array = np.lib.format.read_array(file, allow_pickle=False)
+        file.read(1)  # the end, where zipfile compares the checksum
+    return np.asarray(array, dtype=array.dtype.newbyteorder("="))
 
 
-def _header(file: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+def _check_header(path: Path, info: zipfile.ZipInfo, file: Any) -> None:
+    """numpy would allocate what the header claims before it reads the numbers."""
     version = np.lib.format.read_magic(file)
-    if version == (1, 0):
-        return np.lib.format.read_array_header_1_0(file)
-    if version == (2, 0):
-        return np.lib.format.read_array_header_2_0(file)
-    raise ValueError(f"npy version {version}")
+    if version not in HEADERS:
+        raise refused(path, f"{info.filename} has the unknown version {version} of .npy files")
+    shape, _, dtype = HEADERS[version](file)
+    if dtype.hasobject:
+        raise refused(path, f"{info.filename} holds Python objects, not numbers")
+    size = info.file_size - file.tell()
+    if math.prod(shape) * dtype.itemsize != size or len(shape) > 8:
+        raise refused(path, f"{info.filename} should have shape {shape} of {dtype} but has "
+                            f"{size} bytes")  # fmt: skip
 
 
 LAYOUTS = (Layout(lambda path: [path] if path.is_file() and path.suffix == ".npz" else [], read),)

@@ -1,10 +1,15 @@
-"""What every file reader returns: a data set as its files hold it, in one canonical order."""
+"""Readers of public file formats: idx, CIFAR, image files and .npz.
+
+Files come from elsewhere, so every reader checks names, sizes and values before it believes them,
+and refuses a damaged or forged file in one line that names it.
+"""
 
 from __future__ import annotations
 
 import errno
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +23,8 @@ from fairvar.system.files import read_bytes
 
 
 @dataclass(frozen=True, eq=False)
-class Raw:
-    """The first `train` samples are the training part, the rest the official test part.
+class Samples:
+    """A data set as its files hold it: the first `train` samples, then the official test part.
 
     x: uint8 pixels (N, channels, height, width), or float32 where a user's array has floats.
     """
@@ -46,26 +51,18 @@ class Layout:
     """One form in which a data set may lie in a folder."""
 
     match: Callable[[Path], list[Path]]  # the files at a path that have this form, or none
-    read: Callable[[Sequence[Path]], Raw]
+    read: Callable[[Sequence[Path]], Samples]
     cached: bool = False  # slow to decode
 
 
 def refused(where: str | Path, why: str) -> IntegrityError:
-    """A file is not what it should be; folders are left out of the message."""
+    """A file is not what it should be; the message leaves out the folder."""
     return IntegrityError(f"{where.name if isinstance(where, Path) else where} is refused: {why}")
 
 
 def reason(error: BaseException) -> str:
     """The first line of an error that another library raised."""
     return (str(error).splitlines() or [type(error).__name__])[0][:160]
-
-
-def read_capped(path: Path, most: int) -> bytes:
-    """A whole file, if it is there and not larger than any file of its kind."""
-    try:
-        return read_bytes(path, most)
-    except OSError as error:
-        raise unreadable(path, error) from None
 
 
 def unreadable(path: Path, error: OSError) -> FairvarError:
@@ -75,6 +72,27 @@ def unreadable(path: Path, error: OSError) -> FairvarError:
     if error.errno == errno.EFBIG:
         return refused(path, str(error.strerror))
     return BadInput(f"cannot read {path}: {error.strerror or reason(error)}")
+
+
+@contextmanager
+def refusing_damage(path: Path, kind: str) -> Iterator[None]:
+    """Whatever a library raises on a damaged or forged file becomes one line with its name."""
+    try:
+        yield
+    except FairvarError:
+        raise
+    except Exception as error:  # zipfile, tarfile, gzip and numpy raise nearly anything
+        if isinstance(error, OSError) and error.errno is not None:
+            raise unreadable(path, error) from None
+        raise refused(path, f"it is no intact {kind} ({reason(error)})") from None
+
+
+def read_capped(path: Path, most: int) -> bytes:
+    """A whole file, if it is there and not larger than any file of its kind."""
+    try:
+        return read_bytes(path, most)
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 def check_labels(where: str | Path, labels: Integer[np.ndarray, " N"], classes: int) -> None:
@@ -89,9 +107,9 @@ def joined(
     test: Sequence[tuple[np.ndarray, np.ndarray]],
     classes: int,
     note: str,
-) -> Raw:
-    """Parts of one set as one `Raw`, copied once."""
+) -> Samples:
+    """Parts of one data set, (images, labels) each, copied once."""
     parts = [*train, *test]
     x = np.concatenate([images for images, _ in parts])
     y = np.concatenate([labels for _, labels in parts]).astype(np.int64)
-    return Raw(x, y, sum(len(labels) for _, labels in train), classes, note=note)
+    return Samples(x, y, sum(len(labels) for _, labels in train), classes, note=note)

@@ -1,15 +1,78 @@
-"""Federations whose optimum or law is known: what theory and engine are checked against."""
+"""Data sets that need no files: two small real ones inside the package, and synthetic federations
+whose optimum or law is known, against which theory and engine are checked.
+
+`embedded/README.md` says where the real ones come from; `tools/make_embedded.py` rebuilds them.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import io
+from importlib import resources
+
 import numpy as np
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float, Float32, Float64, Int64, UInt8
 
 from fairvar import rng
+from fairvar.data.dataset import Dataset
 from fairvar.data.federation import Federation
-from fairvar.data.partition import Natural
-from fairvar.data.passport import passport
-from fairvar.errors import BadInput
+from fairvar.data.partition import Natural, statistics_of
+from fairvar.errors import BadInput, IntegrityError
+
+MOST_CLIENTS = 200_000  # of a synthetic federation: about 2 GB of samples
+SHA256 = {
+    "mnist_1000.npz": "b4e692f921685e2ee207398b88076216efe68ac802ac7c6a7d77c21a1017e030",
+    "digits.npz": "35ca2870ddda628aecd42364588fe5012bdb3df9ce91b9b943752b82b02f04c9",
+}
+MNIST_MEAN, MNIST_SD_OVER_PIXELS = 0.1307, 0.3015  # FL-bench's constants, on [0, 1] pixels
+
+
+def mnist_1000() -> Dataset:
+    """1,000 MNIST training images, 100 per class; pool: 4,000 test images, 400 per class."""
+    arrays = _read("mnist_1000.npz")
+    return Dataset(
+        name="mnist_1000",
+        x=_mnist_pixels(arrays["x"]),
+        y=arrays["y"].astype(np.int64),
+        classes=10,
+        pool_x=_mnist_pixels(arrays["pool_x"]),
+        pool_y=arrays["pool_y"].astype(np.int64),
+        sha256=SHA256["mnist_1000.npz"],
+        provenance="stratified sample of the original MNIST train and t10k files",
+    )
+
+
+def digits() -> Dataset:
+    """1,797 handwritten digits of 8 × 8 pixels (the UCI optdigits test set, as in scikit-learn)."""
+    arrays = _read("digits.npz")
+    return Dataset(
+        name="digits",
+        x=(arrays["x"] / np.float32(16)).astype(np.float32)[:, None],
+        y=arrays["y"].astype(np.int64),
+        classes=10,
+        sha256=SHA256["digits.npz"],
+        provenance="UCI optdigits test set as packaged by scikit-learn",
+    )
+
+
+def _mnist_pixels(raw: UInt8[np.ndarray, "N 28 28"]) -> Float32[np.ndarray, "N 1 28 28"]:
+    pixels = (raw / 255.0 - MNIST_MEAN) / MNIST_SD_OVER_PIXELS
+    return pixels.astype(np.float32)[:, None]
+
+
+def _read(file: str) -> dict[str, np.ndarray]:
+    """The arrays of one file, after its checksum was found right."""
+    path = resources.files("fairvar.data") / "embedded" / file
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise IntegrityError(f"{file} is missing from the package; install fairvar again") from None
+    found = hashlib.sha256(content).hexdigest()
+    if found != SHA256[file]:
+        raise IntegrityError(f"{file} is damaged (sha256 {found[:12]}…, expected "
+                             f"{SHA256[file][:12]}…); install fairvar again")  # fmt: skip
+    with np.load(io.BytesIO(content), allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
 
 
 def quadratics(
@@ -40,7 +103,7 @@ def quadratics(
         x = np.vstack([root[i], np.zeros((1, dim))])
         y = np.append(root[i] @ m[i], np.sqrt(2 * samples * c[i]))
         train.append((x, y[:, None]))
-    return Federation.from_arrays(train, name="quadratic", passport={"dataset": "quadratic"})
+    return Federation.from_arrays(train, name="quadratic", provenance={"dataset": "quadratic"})
 
 
 def random_quadratics(
@@ -55,6 +118,7 @@ def random_quadratics(
 
     With `common_matrix` all A_i are equal, so that FairGrad* is FedAvg.
     """
+    _check_clients(clients)
     A, m, c = np.empty((clients, dim, dim)), np.empty((clients, dim)), np.empty(clients)
     for i in range(clients):
         matrix = rng.stream(seed, "quadratic matrix", 0 if common_matrix else i)
@@ -97,6 +161,7 @@ def logistic(
     if min(clients, dim) < 1 or samples < 2 or classes < 2 or heterogeneity < 0:
         raise BadInput("logistic needs clients ≥ 1, dim ≥ 1, samples ≥ 2, classes ≥ 2 and "
                        "heterogeneity ≥ 0")  # fmt: skip
+    _check_clients(clients)
     common = rng.stream(seed, "logistic", "common").standard_normal((classes, dim))
     held_out = samples // 2
     parts: tuple[list[tuple[np.ndarray, np.ndarray]], ...] = ([], [], [])
@@ -111,11 +176,16 @@ def logistic(
     train, valid, test = parts
     labels = np.concatenate([y for _, y in train])
     groups = np.repeat(np.arange(clients), [len(y) for _, y in train])
-    facts = passport(labels, Natural().assign(labels, clients, draw, groups))
+    facts = statistics_of(labels, Natural().assign(labels, clients, draw, groups))
     facts |= {"dataset": "logistic", "seed": seed, "heterogeneity": heterogeneity}
     return Federation.from_arrays(
-        train, valid, test, classes=classes, name="logistic", passport=facts
+        train, valid, test, classes=classes, name="logistic", provenance=facts
     )
+
+
+def _check_clients(clients: int) -> None:
+    if clients > MOST_CLIENTS:
+        raise BadInput(f"clients = {clients}; a synthetic data set has at most {MOST_CLIENTS}")
 
 
 def _softmax_labels(

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from fairvar.data.raw import Layout, Raw, reason, refused
-from fairvar.data.trees import Tree, open_tree
+from fairvar.data.readers import Layout, Samples, reason, refused
+from fairvar.data.readers.archives import Tree, open_tree
 from fairvar.errors import BadInput, FairvarError
 
 ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm", ".pgm")
@@ -77,7 +77,7 @@ def _decode_all(
     return x
 
 
-def _raw(tree: Tree, train: list[Sample], test: list[Sample], classes: int, note: str) -> Raw:
+def _raw(tree: Tree, train: list[Sample], test: list[Sample], classes: int, note: str) -> Samples:
     """All images must be as large as the first; grey only if all are."""
     samples = train + test
     channels, size = 1, (0, 0)
@@ -89,7 +89,7 @@ def _raw(tree: Tree, train: list[Sample], test: list[Sample], classes: int, note
                 break
     x = _decode_all(tree, samples, channels, size)
     y = np.array([label for _, label in samples], dtype=np.int64)
-    return Raw(x, y, len(train), classes, note=note)
+    return Samples(x, y, len(train), classes, note=note)
 
 
 # --- Tiny ImageNet ---------------------------------------------------------------------------
@@ -99,7 +99,7 @@ _VALID = re.compile(r"(?:^|.*/)val/images/([^/]+\.JPEG)")
 TINY_SIDE = 64
 
 
-def read_tiny(paths: Sequence[Path]) -> Raw:
+def read_tiny(paths: Sequence[Path]) -> Samples:
     """Classes are the folders of train in alphabetical order; val is the official test part."""
     with open_tree(paths[0], (".jpeg", "val_annotations.txt")) as tree:
         names = sorted(tree.names)
@@ -117,7 +117,7 @@ def read_tiny(paths: Sequence[Path]) -> Raw:
         test = [(images[base], answers[base]) for base in sorted(images)]
         x = _decode_all(tree, train + test, 3, (TINY_SIDE, TINY_SIDE))
     y = np.array([label for _, label in train + test], dtype=np.int64)
-    return Raw(x, y, len(train), len(code), note="original JPEG files")
+    return Samples(x, y, len(train), len(code), note="original JPEG files")
 
 
 def _annotations(tree: Tree, code: dict[str, int]) -> dict[str, int]:
@@ -149,7 +149,7 @@ def match_tiny(path: Path) -> list[Path]:
 # --- folders ---------------------------------------------------------------------------------
 
 
-def read_folder(paths: Sequence[Path]) -> Raw:
+def read_folder(paths: Sequence[Path]) -> Samples:
     """Each sub-folder is a class; or train/ and test/ (or val/) hold one sub-folder per class."""
     with open_tree(paths[0], ENDINGS) as tree:
         parts = _parts(paths[0])

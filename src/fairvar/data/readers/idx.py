@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from fairvar.data.inflate import read_compressed
-from fairvar.data.raw import Layout, Raw, check_labels, joined, refused
+from fairvar.data.readers import Layout, Samples, check_labels, joined, refused
+from fairvar.data.readers.archives import read_compressed
 
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte",
          "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")  # fmt: skip
@@ -34,7 +34,7 @@ def read_idx(path: Path, axes: int) -> UInt8[np.ndarray, " *axes"]:
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape)
 
 
-def read(paths: Sequence[Path]) -> Raw:
+def read(paths: Sequence[Path]) -> Samples:
     parts = [_part(images, labels) for images, labels in (paths[:2], paths[2:])]
     return joined(parts[:1], parts[1:], 10, "original idx files")
 

@@ -17,11 +17,15 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from fairvar.engine.batches import RoundBatches
-from fairvar.engine.forward import jvp
-from fairvar.engine.pooled import PooledPass, observed_losses, takes_batch_losses
+from fairvar.engine.kernels.shared import (
+    PooledPass,
+    jvp,
+    observed_losses,
+    takes_batch_losses,
+)
 from fairvar.engine.run import TILE, Run
 from fairvar.engine.state import Outcome, State
-from fairvar.methods.base import Method, Replies
+from fairvar.methods.base import Method
 from fairvar.tree import (
     Tree,
     add,
@@ -53,7 +57,7 @@ Observer = Callable[[Trained], None]
 
 @dataclass(frozen=True)
 class Sent:
-    """What the clients received beside x^t."""
+    """What the clients received with x^t."""
 
     method: Method
     mean_loss: Tensor
@@ -88,11 +92,12 @@ def _weighted(weights: Tensor, leaf: Tensor) -> Tensor:
 
 
 def vmapped_round(run: Run, state: State, t: int, observe: Observer | None = None) -> Outcome:
-    run, method = run.of_round(t), run.method.at_round(t)
+    run = run.of_round(t)
+    server = run.server(t)
     batches = run.cohort.round(t)
-    sent, loss_before = _receive(run, state, method, batches)
+    sent, loss_before = _receive(run, state, server.method, batches)
     loss = loss_before if loss_before is not None else torch.zeros_like(run.share)
-    weights, memory = method.weigh(state.memory, Replies(loss, run.share, run.ids, run.clients))
+    weights, memory = server.weigh(state.memory, loss)
 
     sums = TileSums()
     norms, own, batch_loss = (torch.zeros_like(run.share) for _ in range(3))
@@ -111,20 +116,16 @@ def vmapped_round(run: Run, state: State, t: int, observe: Observer | None = Non
         own[places], batch_loss[places] = trained.own.double(), trained.loss.double()
 
     loss = sent.full_loss if sent.full_loss is not None else batch_loss
-    replies = Replies(loss, run.share, run.ids, run.clients)
-    normaliser = method.normaliser(replies, norms, run.lr)
-    buffers = typed_as(sums.trees["buffers"], state.buffers) if state.buffers else {}
-    outcome = Outcome(
-        update=divide(sums.trees["update"], normaliser),
-        buffers=buffers,
-        memory=memory,
-        loss=loss,
-        weights=weights / normaliser,
-        mean_loss=run.share @ loss,
-        mean_gradient=sums.trees.get("gradient"),
-        ascended=(own < 0).double().mean(),
+    normaliser = server.normaliser(loss, norms, run.lr)
+    return server.outcome(
+        divide(sums.trees["update"], normaliser),
+        loss,
+        weights / normaliser,
+        memory,
+        typed_as(sums.trees["buffers"], state.buffers) if state.buffers else {},
+        own,
+        sums.trees.get("gradient"),
     )
-    return outcome if run.drawn is None else outcome.among(run.ids, run.clients)
 
 
 def _receive(
@@ -197,7 +198,7 @@ class Prefix:
     def shrink(self, active: int) -> None:
         if active < self.active:
             done = self.part(slice(active, self.active))
-            # Copies: a view would keep the models of everybody alive until the end.
+            # Copies: a view would keep the models of all clients until the end.
             self.finished.append((tree_map(Tensor.clone, done[0]), tree_map(Tensor.clone, done[1])))
             self.params, self.buffers = self.part(slice(0, active))
 

@@ -13,12 +13,10 @@ import torch
 from jaxtyping import Float, Int64, Integer
 
 from fairvar import rng
-from fairvar.data import embedded, sources, synthetic
-from fairvar.data.dataset import Dataset
+from fairvar.data import builtin, sources
+from fairvar.data.dataset import Dataset, check_part, subsample
 from fairvar.data.federation import SPLITS, Federation, Split
-from fairvar.data.partition import Assignment, Dirichlet, Natural, Partition
-from fairvar.data.passport import passport
-from fairvar.data.subsample import check_part, subsample
+from fairvar.data.partition import Assignment, Dirichlet, Natural, Partition, statistics_of
 from fairvar.errors import BadInput, shown, unknown
 
 Holdout = Literal["auto", "split", "pool"]
@@ -28,10 +26,10 @@ DEFAULT_SPLIT = (0.8, 0.1, 0.1)
 
 # (clients, seed) → data. A `Dataset` is still to be dealt to clients, a `Federation` comes dealt.
 DATASETS: dict[str, Callable[[int, int], Dataset | Federation]] = {
-    "mnist_1000": lambda clients, seed: embedded.mnist_1000(),
-    "digits": lambda clients, seed: embedded.digits(),
-    "quadratic": lambda clients, seed: synthetic.random_quadratics(clients, 10, seed)[0],
-    "logistic": lambda clients, seed: synthetic.logistic(clients, seed=seed),
+    "mnist_1000": lambda clients, seed: builtin.mnist_1000(),
+    "digits": lambda clients, seed: builtin.digits(),
+    "quadratic": lambda clients, seed: builtin.random_quadratics(clients, 10, seed)[0],
+    "logistic": lambda clients, seed: builtin.logistic(clients, seed=seed),
 }
 
 
@@ -39,12 +37,12 @@ DATASET_NAMES = (*DATASETS, *sources.SOURCES)
 
 
 def dataset_sha256(name: str, root: str | Path | None = None) -> str | None:
-    """Which data a name stands for here, as the passport tells it; None where they are made from
-    the settings. The files must be there, and are read only if they are new or have changed."""
+    """Which data a name stands for here, by its SHA-256; None where they are made from the
+    settings. The files must be there, and are read only if they are new or have changed."""
     if name in sources.SOURCES:
         return sources.sha256_of(name, root)
     _check_no_root(name, root)
-    return embedded.SHA256.get(f"{name}.npz")
+    return builtin.SHA256.get(f"{name}.npz")
 
 
 def _check_no_root(name: str, root: str | Path | None) -> None:
@@ -138,12 +136,12 @@ def build_federation(
         "pool_samples": pool_samples if holdout == "pool" else None,
         "split_sizes": {part: [len(r) for r in of] for part, of in rows.items()},
     }
-    facts = {**passport(dataset.y, assignment), **_facts(dataset), **drawn}
+    facts = {**statistics_of(dataset.y, assignment), **_facts(dataset), **drawn}
     splits: dict[str, Any] = {
         part: _laid_out(dataset, of, holdout == "pool" and part != "train")
         for part, of in rows.items()
     }
-    return Federation(**splits, classes=dataset.classes, name=dataset.name, passport=facts)
+    return Federation(**splits, classes=dataset.classes, name=dataset.name, provenance=facts)
 
 
 def _facts(dataset: Dataset) -> dict[str, Any]:
