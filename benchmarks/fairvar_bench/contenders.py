@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fairvar.data.federation import Federation
 from fairvar.engine.batches import Schedule
 from fairvar.engine.grid import Grid, Member
-from fairvar.engine.settings import TrainSettings
+from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.train import Prepared, prepare
 from fairvar.methods import Method
 from fairvar_bench.bare import Bare
@@ -66,11 +66,11 @@ def _stepping(
     case: Case, train: TrainSettings, module: nn.Module, data: Federation
 ) -> tuple[Prepared, Work]:
     prepared = prepare(module, data, METHODS[case.method], "cross_entropy", train)
-    state = prepared.start()
+    runs = prepared.runs()
 
     def work() -> None:
-        nonlocal state
-        state, _ = prepared.step(state)
+        runs.step(due=False)
+        runs.recorder.rounds.clear()
 
     return prepared, work
 
@@ -83,11 +83,11 @@ def _grid(case: Case, settings: BenchSettings, data: Federation) -> Ready:
         for lr, method in _configurations(METHODS[case.method])
         for seed in range(SEEDS)
     ]
-    grid = Grid(members, data, "cross_entropy")
+    grid = Grid(members, data, "cross_entropy", EvaluateSettings())
 
     def work() -> None:
         for part in grid.parts:
-            part.step(None)
+            part.step(due=False)
 
     return Ready(work, grid.prepared.path)
 

@@ -22,7 +22,7 @@ from fairvar.deploy.local import only
 from fairvar.deploy.notes import Notes
 from fairvar.deploy.server import Server
 from fairvar.deploy.settings import FederationSettings
-from fairvar.engine.participation import Participation
+from fairvar.engine.batches import Participation
 from fairvar.engine.settings import TrainSettings
 from fairvar.engine.state import advance, initial_state
 from fairvar.models import build

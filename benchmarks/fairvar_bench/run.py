@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fairvar._version import __version__
 from fairvar.data.federation import Federation
-from fairvar.engine.captured import RECORDINGS
+from fairvar.engine.cuda_graphs import RECORDINGS
 from fairvar.engine.run import arithmetic
 from fairvar.engine.settings import TrainSettings
 from fairvar.engine.train import prepare

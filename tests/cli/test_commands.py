@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 
 from commands import call
+from fairvar.cli import commands
 from fairvar.cli.common import example_file
 from fairvar.runs.batch import run_cell
 from fairvar.runs.plan import Plan
@@ -185,6 +188,20 @@ def test_plugin_brings_an_own_method(capsys, tmp_path):
         from fairvar import METHODS
 
         METHODS.pop("mine_test", None)
+
+
+def help_texts(app: App) -> Iterator[tuple[str, str]]:
+    for name in app:
+        if not name.startswith("-"):
+            yield name, app[name].help
+            yield from help_texts(app[name])
+
+
+def test_every_help_has_an_example():
+    found = dict(help_texts(commands.app))
+    assert len(found) > 15
+    assert [name for name, text in found.items() if "Example: fairvar" not in text] == []
+    assert "Example: fairvar" in commands.app.help
 
 
 def test_help_and_version_as_a_process():

@@ -9,6 +9,7 @@ import pytest
 import fairvar.runs.runner as experiment
 from fairvar import cli
 from fairvar.errors import IntegrityError
+from fairvar.runs import store
 from fairvar.runs.batch import run_cell
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import stored_runs
@@ -33,6 +34,28 @@ def test_the_partition_is_drawn_from_what_was_recorded(tmp_path, monkeypatch, ca
     cli.main(["report", str(tmp_path)])
     assert list((tmp_path / "report").glob("partition-*.png"))
     assert "digits" in capsys.readouterr().out
+
+
+def test_final_models_are_not_read(tmp_path, monkeypatch):
+    """Neither by a report nor by a comparison; `verify` reads them."""
+    (cell,) = Plan.from_dict(PLAN).cells
+    run_cell(cell, tmp_path, Watch())
+    run = stored_runs(tmp_path)[0].folder
+    opened: list[str] = []
+    read = store.read_bytes
+
+    def counted(path: Path, *arguments: object, **options: object) -> bytes:
+        opened.append(path.name)
+        return read(path, *arguments, **options)
+
+    monkeypatch.setattr(store, "read_bytes", counted)
+    cli.main(["report", str(tmp_path)])
+    cli.main(["compare", str(run), str(run)])
+    assert {"manifest.json", "config.toml", "history.safetensors"} <= set(opened)
+    assert "state.safetensors" not in opened
+    opened.clear()
+    cli.main(["verify", str(tmp_path), "--rerun", "0"])
+    assert "state.safetensors" in opened
 
 
 def test_a_damaged_record_is_named(tmp_path):

@@ -9,7 +9,7 @@ from test_engines import METHODS, OPTIONS, TOLERANCE_64, WORK, run
 
 import fairvar as fv
 from checks import MODELS, distance, images
-from fairvar.engine.captured import RECORDINGS
+from fairvar.engine.cuda_graphs import RECORDINGS
 from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 
@@ -38,8 +38,9 @@ def test_evaluated_epochs_repeat_the_recording_too() -> None:
     found = run("cnn", fv.FairGrad(0.1), "auto", "epoch", capture=True, **more)
     assert max(distance(found, expected).values()) <= TOLERANCE_64
     (captured,) = RECORDINGS.kept.values()
-    assert captured.watches
-    assert len(captured.trained) == 1
+    assert captured.kernel.shows
+    assert captured.made is not None
+    assert len(captured.made.work) == 1
 
 
 def test_one_recording_serves_runs_with_other_numbers_and_seeds() -> None:

@@ -14,9 +14,10 @@ from torch import nn
 
 import fairvar as fv
 from checks import distance, images
-from fairvar.engine.columns import groups_by_size
-from fairvar.engine.linear import grams_pay
+from fairvar.engine.kernels.linear import Linear, grams_pay
+from fairvar.engine.kernels.linear.dual import groups_by_size
 from fairvar.engine.settings import TrainSettings
+from fairvar.engine.state import State
 from fairvar.engine.train import choose_path, prepare
 
 TOLERANCE = 1e-12
@@ -164,3 +165,18 @@ def test_labels_are_compared_with_the_first_of_several_largest_logits() -> None:
     for engine in ("reference", "linear"):
         found = fv.train(module, data, fv.FedAvg(), 1, 1e-9, engine=engine, dtype=torch.float64)
         assert float(found.accuracy["test", "local"]) == pytest.approx(1 / 3)
+
+
+def test_an_evaluated_round_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Local models are scored from what the round has left."""
+    rounds, compute = [], Linear.compute
+
+    def counted(kernel: Linear, state: State, t: int) -> object:
+        rounds.append(t)
+        return compute(kernel, state, t)
+
+    monkeypatch.setattr(Linear, "compute", counted)
+    history = fv.train("multinomial", images(5), fv.FairLoss(0.5), 10, evaluate_every=1)
+    assert history.birth["engine"] == "linear"
+    assert ("test", "local") in history.accuracy
+    assert rounds == list(range(10))

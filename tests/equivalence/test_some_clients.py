@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fairvar as fv
 from checks import METHODS, OPTIONS, distance, images, same_bytes
 from fairvar.engine.batches import Cohort, Schedule
-from fairvar.engine.captured import RECORDINGS
+from fairvar.engine.cuda_graphs import RECORDINGS
 from fairvar.engine.grid import Member, train_grid, trains_together
 from fairvar.engine.run import Run
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
@@ -235,11 +235,11 @@ def test_a_captured_round_asks_the_host_for_nothing(work: str, number: int) -> N
     methods = (fv.AFL(), fv.QFFL(1.0), fv.FairLoss(0.5, exact=True), fv.FairGrad(0.1))
     for method, path in [(m, p) for m in methods for p in paths(m, work)]:
         settings = TrainSettings(engine=path, **more)  # type: ignore[arg-type]
-        captured = prepare("multinomial", data, method, "cross_entropy", settings).captured
+        captured = prepare("multinomial", data, method, "cross_entropy", settings).runs().captured
         assert captured is not None
-        captured.recorded.compute()  # what is made once is made while warming up
+        captured.compute()  # what is made once is made while warming up
         with NoHost():
-            captured.recorded.compute()
+            captured.compute()
 
 
 def test_the_check_above_sees_the_host() -> None:

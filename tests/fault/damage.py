@@ -32,9 +32,9 @@ from fairvar.data import sources
 from fairvar.data.readers.idx import read_idx
 from fairvar.errors import BadInput, FairvarError, IntegrityError
 from fairvar.models.weights import read_tensors
+from fairvar.report.files import group_table
 from fairvar.report.render import render
 from fairvar.report.terminal import run_table
-from fairvar.report.write import group_table
 from fairvar.runs.archive import ARCHIVE, LIST, unpacked
 from fairvar.runs.config import Config
 from fairvar.runs.results import gather

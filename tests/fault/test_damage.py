@@ -20,6 +20,7 @@ from nursery import KEPT, run_bytes
 from safetensors.torch import load, save
 
 from fairvar.errors import BadInput, IntegrityError
+from fairvar.runs import runner
 from fairvar.runs.batch import run_cell
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather
@@ -115,8 +116,9 @@ def test_a_damaged_run_stops_the_report_with_its_name(run: Path) -> None:
 
 
 @pytest.fixture
-def stopped(short: Path, tmp_path: Path) -> tuple[Any, Path]:
+def stopped(short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Path]:
     """A run that was interrupted after round 7, with checkpoints of rounds 6 and 7."""
+    monkeypatch.setattr(runner, "SECONDS_BETWEEN_CHECKPOINTS", 1e9)  # however slow the machine
     cell = Plan.load(short / "plan.toml").cells[1]
     asked = iter([False] * 6 + [True] * 2)
     with pytest.raises(Interrupted):

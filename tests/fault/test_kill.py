@@ -23,8 +23,8 @@ from nursery import (
     write_plan,
 )  # fmt: skip
 
+from fairvar.report.files import FORMATS, group_table
 from fairvar.report.render import render
-from fairvar.report.write import FORMATS, group_table
 from fairvar.runs.results import gather
 from fairvar.runs.store import is_complete, read_checkpoints
 

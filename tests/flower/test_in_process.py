@@ -30,9 +30,10 @@ from fairvar.deploy.flower.client import node_data
 from fairvar.deploy.flower.server import folder_of, run_on
 from fairvar.deploy.flower.setup import read_setup
 from fairvar.methods.base import Method
-from fairvar.report.write import group_table
+from fairvar.report.files import group_table
 from fairvar.runs.batch import run_cell
 from fairvar.runs.identity import checkpoint_key, fingerprint
+from fairvar.runs.results import gather
 from fairvar.runs.runner import Watch, federation_of, model_of
 from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
 from fairvar.runs.store import read_checkpoints, write_checkpoint

@@ -69,7 +69,7 @@ def test_the_home_of_flower_is_private(
 
 
 def test_what_cannot_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(fv.BadInput, match="is no Flower app"):
+    with pytest.raises(fv.BadInput, match="is not a Flower app"):
         apps.run_app(tmp_path)
     (tmp_path / "pyproject.toml").touch()
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))

@@ -23,12 +23,14 @@ from msgspec.structs import replace
 from fairvar.cli import main
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.report.write import write_report
-from fairvar.runs.archive import ARCHIVE, LIST, condense, extract, unpacked, write_list
+from fairvar.report.files import write_report
+from fairvar.runs.archive import ARCHIVE, LIST, extract, unpacked, write_list
 from fairvar.runs.batch import run_cell
+from fairvar.runs.condense import condense
 from fairvar.runs.config import Config
 from fairvar.runs.identity import fingerprint, identity_of
 from fairvar.runs.plan import Plan
+from fairvar.runs.results import gather, stored_runs
 from fairvar.runs.runner import Watch, federation_of, model_of, run_folder
 from fairvar.runs.select import Criterion
 from fairvar.runs.stored import StoredRun

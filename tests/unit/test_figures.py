@@ -99,7 +99,7 @@ def test_differences_are_filled_where_they_are_clear() -> None:
     panels = gains().axes
     marks = [[line.get_markerfacecolor() for line in axes.lines if line.get_marker() != "None"]
              for axes in panels]  # fmt: skip
-    assert marks == [["white", style.look("FairGrad").colour], [style.look("AFL").colour]]
+    assert marks == [["white", style.style_of("FairGrad").colour], [style.style_of("AFL").colour]]
     assert [t.get_text() for t in panels[0].get_yticklabels()] == ["AFL", "FairGrad"]
 
 
@@ -149,14 +149,14 @@ def test_names_of_curves_stay_apart() -> None:
     assert len(figures._spread(np.zeros(0), 9, 0, 20)) == 0
 
 
-def test_look_is_by_method() -> None:
-    plain, exact = style.look("FairGrad"), style.look("FairGrad* (γ = 0.1)")
+def test_style_is_by_method() -> None:
+    plain, exact = style.style_of("FairGrad"), style.style_of("FairGrad* (γ = 0.1)")
     assert plain.marker == exact.marker
     assert plain.dashes == "-" != exact.dashes
     assert int(exact.colour[1:3], 16) < int(plain.colour[1:3], 16)
-    assert style.look("FedAvg").colour == style.GREY
-    assert style.look("my método λ") == style.look("my other")
-    assert style.look("")
+    assert style.style_of("FedAvg").colour == style.GREY
+    assert style.style_of("my método λ") == style.style_of("my other")
+    assert style.style_of("")
 
 
 def test_panels_print_what_they_show() -> None:

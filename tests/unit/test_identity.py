@@ -24,14 +24,15 @@ from fairvar import cli
 from fairvar.data import cache, dataset_sha256, sources
 from fairvar.errors import BadInput, FairvarError, IntegrityError
 from fairvar.methods import METHODS, FedAvg, Method, register
+from fairvar.report.files import group_names, group_table
 from fairvar.report.result_tables import overviews
-from fairvar.report.write import group_names, group_table
 from fairvar.runs import identity
-from fairvar.runs.archive import condense
 from fairvar.runs.batch import run_cell
+from fairvar.runs.condense import condense
 from fairvar.runs.config import Config
 from fairvar.runs.identity import Identity, fingerprint, identity_of, trial_key
 from fairvar.runs.plan import Plan
+from fairvar.runs.results import gather, stored_runs
 from fairvar.runs.runner import Watch, federation_of, model_of, run_folder
 from fairvar.runs.source_code import code_sha256
 from fairvar.runs.store import MANIFEST, seal

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fairvar.report.write import write_report
+from fairvar.report.files import write_report
 from fairvar.runs.archive import ARCHIVE, LIST, extract, write_list
 from fairvar.runs.results import gather
 from fairvar.runs.verify import check_files

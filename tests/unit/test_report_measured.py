@@ -1,4 +1,4 @@
-"""A report shows what was measured: without own models, validation or test data, many clients."""
+"""A report shows what was measured: without local models, validation or test data, many clients."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 
 from fairvar import cli
 from fairvar.errors import BadInput
-from fairvar.report import write
+from fairvar.report import files
 from fairvar.report.compare import side, versus
+from fairvar.report.files import group_table, write_report
 from fairvar.report.result_tables import WHEN_UNDEFINED
-from fairvar.report.write import group_table, write_report
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather
 from fairvar.runs.sweep import run_sweep
@@ -29,7 +29,7 @@ SWEEP = {"methods": ["fedavg", "afl"], "seeds": 2, "lr": [0.5], "step": [0.1]}
 def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """They take seconds; one test below draws them."""
     if "pictures" not in request.node.name:
-        monkeypatch.setattr(write, "_figures", lambda group: ())
+        monkeypatch.setattr(files, "_figures", lambda group: ())
 
 
 def swept(out: Path, **changes: Any) -> Path:
@@ -65,14 +65,14 @@ def refused(capsys: pytest.CaptureFixture[str], *command: str) -> str:
 def test_without_own_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = swept(tmp_path, evaluate={"local": False, "every": 1}, train={"rounds": 8})
     page = reported(folder)
-    assert "own acc. %" not in page
-    assert "own models were not measured" in page
+    assert "local acc. %" not in page
+    assert "Local models were not evaluated" in page
     rows = list(csv.DictReader((folder / "report" / "clients.csv").read_text().splitlines()))
     assert {row["right_local"] for row in rows} == {""}
     assert all(row["right_global"] for row in rows)
-    beside = (folder / "report" / "beside_fedavg.md").read_text()
+    beside = (folder / "report" / "compared_with_fedavg.md").read_text()
     assert "global acc." in beside
-    assert "own" not in beside
+    assert "local" not in beside
     capsys.readouterr()
     line = refused(capsys, "report", str(folder), "--model", "local", "--out", str(tmp_path / "r"))
     assert "the local model was not measured" in line
@@ -88,7 +88,7 @@ def test_without_own_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_model_of_the_protocol_was_not_measured(tmp_path: Path) -> None:
-    """The tables protocol is about own models; what there is, is shown and named."""
+    """The tables protocol is about local models; what there is, is shown and named."""
     (group,) = gather(swept(tmp_path, protocol="tables", evaluate={"local": False}))
     assert group.criterion.model == "global"
     table = group_table(group)
@@ -102,7 +102,7 @@ def test_some_measured_own_models_and_some_did_not(
     for local in (True, False):
         swept(tmp_path, evaluate={"local": local}, protocol="tables")
     page = reported(tmp_path)
-    assert page.count("own models were not measured") == 1
+    assert page.count("Local models were not evaluated") == 1
     assert {g.criterion.model for g in gather(tmp_path)} == {"global", "local"}
     # Both are "digits, α 0.3": neither may hide the other.
     capsys.readouterr()
@@ -233,10 +233,10 @@ def test_pictures_of_what_was_measured(tmp_path: Path) -> None:
         "shared": {"evaluate": {"local": False, "every": 1}, "train": {"rounds": 8}},
     }.items():
         (group,) = gather(swept(tmp_path / name, **changes))
-        kinds[name] = dict(write._figures(group))
+        kinds[name] = dict(files._figures(group))
     assert kinds["alone"].keys() == {"client_accuracies", "curves", "weights", "partition"}
-    assert kinds["shared"].keys() == {*kinds["alone"], "front", "beside_fedavg"}
-    titles = [axes.get_title("left") for axes in kinds["shared"]["beside_fedavg"].axes]
+    assert kinds["shared"].keys() == {*kinds["alone"], "front", "compared_with_fedavg"}
+    titles = [axes.get_title("left") for axes in kinds["shared"]["compared_with_fedavg"].axes]
     assert titles == ["global model, accuracy", "global model, variance"]
     weights = kinds["shared"]["weights"].axes[0].lines[0].get_xdata()
     assert weights.tolist() == list(range(1, 9))

@@ -16,17 +16,17 @@ import pytest
 
 from fairvar import cli
 from fairvar.metrics import DEFINITIONS, fairness
-from fairvar.report import write
+from fairvar.report import files
+from fairvar.report.files import group_table
 from fairvar.report.result_figures import (
     accuracy_figure,
-    beside_figure,
     curves_figure,
+    fedavg_figure,
     front_figure,
     weights_figure,
 )
 from fairvar.report.result_tables import result_columns
 from fairvar.report.table import Estimate, Table
-from fairvar.report.write import group_table
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import Group, gather
 from fairvar.runs.sweep import run_sweep
@@ -78,7 +78,7 @@ class Cells(HTMLParser):
 def no_pictures() -> Iterator[None]:
     """They take seconds; here the figures themselves are asked."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write, "_figures", lambda group: ())
+        patch.setattr(files, "_figures", lambda group: ())
         yield
 
 
@@ -219,15 +219,15 @@ def test_figures_show_the_numbers_of_the_table(group: Group, table: Table) -> No
         assert line.get_ydata()[result.at] == pytest.approx(value, abs=1e-10)
 
 
-def test_the_picture_beside_fedavg_has_the_numbers_of_its_table(folder: Path, group: Group) -> None:
-    figure = beside_figure(group.results)
+def test_the_figure_of_differences_has_the_numbers_of_its_table(folder: Path, group: Group) -> None:
+    figure = fedavg_figure(group.results)
     assert figure is not None
-    lines = (folder / "report" / "beside_fedavg.md").read_text().splitlines()
+    lines = (folder / "report" / "compared_with_fedavg.md").read_text().splitlines()
     head, _, first, *_ = (line.split("|")[1:-1] for line in lines if line.startswith("|"))
     told = {h.strip(): c.strip() for h, c in zip(head, first, strict=True)}
     for axes in figure.axes:
         model, metric = axes.get_title("left").split(", ")
-        short = {"own models": "own", "global model": "global"}[model]
+        short = {"local models": "local", "global model": "global"}[model]
         cell = told[f"{short} {metric[:3]}."]
         value = float(axes.lines[2].get_xdata()[0])
         assert cell.startswith(f"{value:+.2f} (")

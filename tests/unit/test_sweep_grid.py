@@ -20,7 +20,7 @@ from fairvar.engine.train import Checkpoint, run_rounds
 from fairvar.errors import BadInput
 from fairvar.runs import batch as groups
 from fairvar.runs import runner as experiment
-from fairvar.runs import sweep
+from fairvar.runs import store, sweep
 from fairvar.runs.batch import arrange, run_cell, run_group
 from fairvar.runs.identity import batch_key, fingerprint
 from fairvar.runs.plan import Plan
@@ -250,7 +250,7 @@ def test_an_interrupted_group_continues_as_a_whole(stored, engine, calm, tmp_pat
 @pytest.mark.parametrize("damage", ["none", "bits", "content", "other runs"])
 def test_death_between_two_stores(damage, engine, calm, tmp_path, monkeypatch):
     """The rest is stored from what was trained; if that is damaged, it is trained again."""
-    group, real, count = arrange(plan().cells)[0], groups.store_run, 0
+    group, real, count = arrange(plan().cells)[0], store.store_run, 0
 
     def dies(folder: Path, files: Any) -> None:
         nonlocal count
@@ -260,7 +260,7 @@ def test_death_between_two_stores(damage, engine, calm, tmp_path, monkeypatch):
         real(folder, files)
 
     with monkeypatch.context() as patch:
-        patch.setattr(groups, "store_run", dies)
+        patch.setattr(store, "store_run", dies)
         with pytest.raises(KeyboardInterrupt):
             run_group(group, tmp_path, Watch())
     assert len(missing(group, tmp_path)) == 2
@@ -268,9 +268,9 @@ def test_death_between_two_stores(damage, engine, calm, tmp_path, monkeypatch):
     if damage == "bits":
         journal.write_bytes(journal.read_bytes()[:-1])
     elif damage == "content":
-        groups.write_hashed(journal, b'{"a": 1.5}\nx')
+        store.write_hashed(journal, b'{"a": 1.5}\nx')
     elif damage == "other runs":
-        groups.write_hashed(journal, pack_files({"0" * 16: b"x"}))
+        store.write_hashed(journal, pack_files({"0" * 16: b"x"}))
     assert run_group(group, tmp_path, Watch())
     assert engine.calls == [(4, 0)] + [(4, 0)] * (damage != "none")  # with whom they trained first
     assert contents(tmp_path).items() <= calm.items()

@@ -50,9 +50,11 @@ def _parsed(arguments: list[str], commands: str) -> Callable[[], Any]:
     """The command that the arguments name, with its values; also imports what it calls."""
     from importlib import import_module
 
-    from fairvar.cli.common import check_arguments
+    from fairvar.errors import BadInput, shown
 
-    check_arguments(arguments)
+    for argument in arguments:
+        if "\0" in argument:
+            raise BadInput(f"the argument {shown(argument)} has a NUL byte in it; remove it")
     command, bound, _ = import_module(commands).app.parse_args(
         arguments, exit_on_error=False, print_error=False
     )
@@ -93,4 +95,4 @@ def _explained(error: BaseException) -> tuple[str, int]:
     if message is not None:
         return one_line(message), 2
     found = explained(error)
-    return one_line(str(found)), found.exit_code
+    return str(found), found.exit_code

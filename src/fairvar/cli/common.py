@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as jsonlib
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from rich.console import Console, ConsoleOptions
 from rich.segment import Segment
 
 from fairvar._version import __version__
-from fairvar.errors import BadInput, plain, shown, suggestion, unknown
+from fairvar.errors import plain, shown, suggestion, unknown
 
 if TYPE_CHECKING:
     from fairvar.runs.config import Config
@@ -51,22 +50,13 @@ Example: fairvar demo, and then
 # -- options of several commands -------------------------------------------------------------------
 Json = Annotated[bool, Parameter(negative="", help="print the result as JSON")]
 Out = Annotated[Path, Parameter(help="folder for the files that are written")]
-Plugin = Annotated[
-    Path | None, Parameter(help="a Python file to load first, for methods of your own")
-]
-ConfigFile = Annotated[
-    Path,
-    Parameter(
-        help="a TOML file; `fairvar example` prints one run, `fairvar example mnist` a sweep"
-    ),
-]
+Plugin = Annotated[Path | None, Parameter(help="Python file to load first, for your own methods")]
+ConfigFile = Annotated[Path, Parameter(help="TOML file; `fairvar example` prints one")]
 Overrides = Annotated[str, Parameter(help="key=value pairs that change it, such as train.lr=0.5")]
 Scale = Annotated[
     str | None, Parameter(help="use the file's [scale.NAME] overrides, such as small")
 ]
-Dry = Annotated[
-    bool, Parameter(negative="", help="check everything, print what would be computed, and stop")
-]
+Dry = Annotated[bool, Parameter(negative="", help="check and print what would be done, and stop")]
 
 
 def _whole(kind: Any, tokens: Sequence[Token]) -> int:
@@ -87,13 +77,6 @@ Workers = Annotated[int, _from(1, 1024)]
 Nodes = Annotated[int, _from(1, 100_000)]
 Days = Annotated[int, _from(1, 36_500)]
 PositiveFloat = Annotated[float, Parameter(validator=Number(gt=0, lte=1e9))]
-
-
-def check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse what no command can use."""
-    for argument in arguments:
-        if "\0" in argument:
-            raise BadInput(f"the argument {shown(argument)} has a NUL byte in it; remove it")
 
 
 def show_report(tables: Any, files: Any, json: bool) -> None:
@@ -150,16 +133,6 @@ def example_file(name: str) -> Iterator[Path]:
         raise unknown("example", name, found)
     with as_file(found[name]) as path:
         yield path
-
-
-def cores() -> int:
-    return max(1, min(8, os.cpu_count() or 1))
-
-
-def duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 class _Plain:

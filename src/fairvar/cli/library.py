@@ -12,6 +12,7 @@ from fairvar.methods.catalogue import catalogue
 from fairvar.methods.plugin import load_plugin
 from fairvar.report import Estimate, to_rich
 from fairvar.report.compare import paired_dict, paired_table, side, versus
+from fairvar.report.files import write_report
 from fairvar.report.result_figures import partition_figure
 from fairvar.report.result_tables import shorten
 from fairvar.report.style import require_matplotlib
@@ -26,21 +27,13 @@ from fairvar.report.terminal import (
     passport_table,
     run_table,
 )
-from fairvar.report.write import write_report
 from fairvar.runs.batch import run_cell
 from fairvar.runs.condense import condense
 from fairvar.runs.config import Config
 from fairvar.runs.identity import fingerprint, forget_files
 from fairvar.runs.plan import Plan, differences, federations
 from fairvar.runs.results import gather, stored_runs
-from fairvar.runs.runner import (
-    Watch,
-    class_counts,
-    federation_of,
-    missing,
-    run_folder,
-    start_note,
-)
+from fairvar.runs.runner import Watch, class_counts, federation_of, missing, run_folder, start_note
 from fairvar.runs.select import Criterion
 from fairvar.runs.store import check_writable, is_complete, verify
 from fairvar.runs.sweep import (

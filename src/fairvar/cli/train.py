@@ -18,8 +18,6 @@ from fairvar.cli.common import (
     Scale,
     Workers,
     app,
-    cores,
-    duration,
     example_file,
     print_json,
     say,
@@ -32,6 +30,12 @@ from fairvar.errors import RunFailed
 MANY_RUNS = 40  # from this number on, a sweep says how long it will take before it starts
 TITLE = "Fair federated learning on MNIST: a demo"
 NOTE = "A small grid on 1000 images: it shows the tool, not the last word on the methods."
+
+
+def duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 @app.command
@@ -64,7 +68,7 @@ def demo(
     lib.require_matplotlib()
     lib.check_writable(out)
     with lib.progress("fairvar demo") as report:
-        lib.run_sweep(plan.cells, out / "runs", report, workers or cores())
+        lib.run_sweep(plan.cells, out / "runs", report, workers or min(8, os.cpu_count() or 1))
     # The folder may hold runs of earlier demos with other options.
     names = {lib.run_folder(cell, out).name for cell in plan.cells}
     tables, files = lib.write_report(lib.gather(out / "runs", only=names), out, TITLE)

@@ -1,6 +1,6 @@
 """What a client does with a message. Pure: the answer depends on the request and the client's data.
 
-A node holds its samples where the engine would hold them: a federation in which everybody else has
+A node holds its samples where the engine would hold them: in a federation whose other clients have
 none. So batches, losses and steps are computed by the same code, from the same random streams.
 """
 
@@ -28,8 +28,8 @@ from fairvar.deploy.messages import (
     grouped,
     sends_loss,
 )
-from fairvar.engine import client as own
 from fairvar.engine.evaluate import evaluate_shared
+from fairvar.engine.kernels import reference as own
 from fairvar.engine.losses import LossFunction
 from fairvar.engine.run import Run
 from fairvar.engine.settings import TrainSettings
@@ -76,9 +76,9 @@ class Client:
 
     def _probe(self, request: Message) -> tuple[Tree, dict[str, Number]]:
         method = self.run.method.at_round(request.stamp.round)
-        look = self._look(request, self._model(request))
-        buffers = look.buffers if method.server_steps else None
-        return grouped(**{GRADIENT: look.gradient, BUFFERS: buffers}), _loss(method, look.loss)
+        probed = self._probed(request, self._model(request))
+        buffers = probed.buffers if method.server_steps else None
+        return grouped(**{GRADIENT: probed.gradient, BUFFERS: buffers}), _loss(method, probed.loss)
 
     def _train(self, request: Message) -> tuple[Tree, dict[str, Number]]:
         run, t = self.run, request.stamp.round
@@ -86,7 +86,7 @@ class Client:
         reports = run.method.reports_gradient and not method.probes
         loss, gradient = None, None
         if method.needs_losses or reports:
-            loss, gradient, _ = self._look(request, sent)
+            loss, gradient, _ = self._probed(request, sent)
         a = torch.tensor(request.numbers.get(MEAN_LOSS, 0.0), dtype=torch.float64)
         g = self._arrays(request, GRADIENT) or None
         module, _ = own.train(run, method, sent, t, self.number, loss, a.to(run.device), g)
@@ -99,7 +99,7 @@ class Client:
     def _evaluate(self, request: Message) -> tuple[Tree, dict[str, Number]]:
         return {}, self._scores(self._arrays(request, MODEL), self._arrays(request, BUFFERS))
 
-    def _look(self, request: Message, sent: nn.Module) -> own.Look:
+    def _probed(self, request: Message, sent: nn.Module) -> own.Probed:
         t = request.stamp.round
         return own.probe(self.run, self.run.method.at_round(t), sent, t, self.number)
 

@@ -1,4 +1,4 @@
-"""What the server of a federation writes down beside the numbers of a run. It goes into every
+"""What the server of a federation records in addition to the numbers of a run. It goes into every
 checkpoint, so that a run that was interrupted has one record, from its first round on."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RoundNote(NamedTuple):
 
 
 class Notes(msgspec.Struct):
-    samples: dict[str, list[int]]  # by split and client, as far as they told
+    samples: dict[str, list[int]]  # by split and client, as far as they are known
     refused: list[Refusal] = msgspec.field(default_factory=list)
     rounds: list[RoundNote] = msgspec.field(default_factory=list)
     typical_loss: float = 0.0  # the largest median loss of any round
@@ -48,7 +48,7 @@ class Notes(msgspec.Struct):
         return msgspec.json.decode(tables[NAME].numpy().tobytes(), type=Notes)
 
     def bind(self, keys: Mapping[int, str]) -> tuple[str, ...]:
-        """Remember which key each client belongs to, and tell which are new."""
+        """Remember which key each client belongs to; returns those that are new."""
         new = {c: k for c, k in sorted(keys.items()) if self.keys.get(c) != k}
         self.keys |= new
         return tuple(f"{c}:{k}" for c, k in new.items())

@@ -11,7 +11,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from fairvar.deploy.settings import OFF, FederationSettings
-from fairvar.engine.aggregate import Combine
+from fairvar.engine.server import Combine
 from fairvar.errors import BadInput
 from fairvar.methods.base import Method
 from fairvar.tree import Tree, tree_map, weighted_sum

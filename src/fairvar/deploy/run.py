@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import log
 from typing import NamedTuple
 
 import msgspec
 import torch
 from msgspec.structs import replace as with_fields
-from torch import nn
+from torch import Tensor, nn
 
 from fairvar.data.federation import Federation, Split
 from fairvar.deploy.client import HELD_OUT
@@ -22,22 +21,17 @@ from fairvar.deploy.notes import NAME, PARTS, Notes
 from fairvar.deploy.server import Good, Server, Transport
 from fairvar.deploy.settings import FederationSettings
 from fairvar.deploy.summed import MeanTransport, SummingServer
-from fairvar.engine.evaluate import Scores
-from fairvar.engine.history import History, Key
+from fairvar.engine.batches import Participation
+from fairvar.engine.evaluate import Scores, Seen
+from fairvar.engine.history import History
+from fairvar.engine.kernels import Splits
 from fairvar.engine.losses import LossFunction
-from fairvar.engine.participation import Participation
-from fairvar.engine.record import Book, Evaluation, check_tables
+from fairvar.engine.recorder import Checkpoint, check_tables, scored_keys
 from fairvar.engine.run import Run
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.state import DoesNotFit, Outcome, State, advance, check_fits, initial_state
-from fairvar.engine.train import (
-    Checkpoint,
-    Keep,
-    Prepared,
-    Progress,
-    birth_certificate,
-    prepare,
-)
+from fairvar.engine.train import KeepOne, Prepared, prepare, provenance
+from fairvar.engine.trainer import Progress, Runs, train_rounds
 from fairvar.methods.base import Method
 from fairvar.tree import is_finite, squared_norm, subtract
 
@@ -65,26 +59,95 @@ class Federated(NamedTuple):
         return self.notes.refused
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """The kernel of a federation: a round is an exchange of messages with its clients."""
+
+    run: Run
+    server: Server
+    finish: Callable[[Outcome], Outcome]
+
+    @property
+    def methods(self) -> Sequence[Method]:
+        return [self.run.method]
+
+    def round(self, state: State, t: int, splits: Splits | None) -> tuple[Outcome, Seen | None]:
+        state = state.map(_first)
+        made, good = self.server.round(state, score=splits is not None)
+        outcome = self.finish(made)
+        # Clients need not send their losses, so the model says whether the run has diverged.
+        finite = torch.tensor(is_finite(advance(state, outcome).params))
+        outcome = replace(outcome, loss=made.loss, weights=made.weights, finite=finite).map(_lift)
+        return outcome, None if splits is None else self._seen(state, good, splits)
+
+    def scores(self, state: State, splits: Splits) -> dict[str, Scores]:
+        return self._tables(self.server.evaluate(state.map(_first)), splits)
+
+    def _seen(self, before: State, good: Good, splits: Splits) -> Seen:
+        norm = torch.full((1, self.run.clients), torch.nan, dtype=torch.float64)
+        for i, reply in good.items():
+            norm[0, i] = squared_norm(subtract(before.x, reply.group(MODEL))).double().sqrt()
+        unknown = torch.full((1,), torch.nan, dtype=torch.float64)  # it never has all gradients
+        return Seen(norm, unknown, self._tables(good, splits))
+
+    def _tables(self, good: Good, splits: Splits) -> dict[str, Scores]:
+        """Over all clients from the replies of those that answered; nan for the others."""
+        nothing = torch.full((1, self.run.clients), torch.nan, dtype=torch.float64)
+        scores = {split: Scores(nothing.clone(), nothing.clone()) for split in splits}
+        samples = self.server.notes.samples
+        for i, reply in good.items():
+            found = reply.numbers
+            samples["train"][i] = int(found[SAMPLES])
+            for split in [s for s in HELD_OUT if f"{s}/{SAMPLES}" in found]:
+                samples[split][i] = int(found[f"{split}/{SAMPLES}"])
+                if split in scores:
+                    scores[split].loss[0, i] = found.get(f"{split}/{LOSS}", torch.nan)
+                    scores[split].accuracy[0, i] = found.get(f"{split}/{ACCURACY}", torch.nan)
+        return scores
+
+
 def federate(
     agreed: Agreement,
     rules: FederationSettings,
     transport: Transport,
     start: Checkpoint | None = None,
     progress: Progress | None = None,
-    keep: Keep | None = None,
+    keep: KeepOne | None = None,
     finish: Callable[[Outcome], Outcome] = lambda outcome: outcome,
 ) -> Federated:
     """Train with the clients behind `transport`; continues from `start`. `finish` has the last word
     on what a round made (such as adding noise)."""
     started, settings = time.perf_counter(), agreed.train
     run = _server_run(agreed)
-    state = _fresh(run) if start is None else start.state
-    tables = None if start is None else start.tables
-    book, notes = Book(run, tables, state.round), Notes.reopen(tables, agreed.clients)
+    start = start or Checkpoint(_fresh(run), None)
+    notes = Notes.reopen(start.tables, agreed.clients)
     notes.typical_loss = max(notes.typical_loss, _loss_of_guessing(agreed))
     transport.keys |= {c: k for c, k in notes.keys.items() if c not in rules.rebind}
+    server = _server(agreed, rules, transport, notes)
+    kernel, when = Exchange(run, server, finish), agreed.evaluate
+    runs = Runs(kernel, [start], _splits(agreed), when.local, all_answer=False)
+
+    def with_notes(done: int, make: Callable[[], list[Checkpoint]]) -> None:
+        if keep is not None:
+            keep(done, lambda: _noted(make()[0], notes))
+
+    train_rounds([runs], settings.rounds, when.every, progress, with_notes)
+    seconds = time.perf_counter() - started
+    birth = provenance(Prepared(run, transport.name), settings, seconds)
+    birth["refused"] = dict(sorted(notes.reasons().items()))
+    birth["weight_capped_rounds"] = sum(bool(note.limited) for note in notes.rounds)
+    birth["norm_bounded_rounds"] = sum(bool(note.shortened) for note in notes.rounds)
+    (made,) = runs.checkpoints()
+    history = runs.recorder.history(made, 0, _samples(agreed, notes), birth)
+    return Federated(history, notes)
+
+
+def _server(
+    agreed: Agreement, rules: FederationSettings, transport: Transport, notes: Notes
+) -> Server:
     kind: type[Server] = SummingServer if isinstance(transport, MeanTransport) else Server
-    server = kind(
+    settings = agreed.train
+    return kind(
         method=agreed.method,
         clients=agreed.clients,
         lr=settings.lr,
@@ -96,29 +159,6 @@ def federate(
         notes=notes,
         clip_norm=settings.clip_norm,
     )
-    for t in range(state.round, settings.rounds):
-        due = (t + 1) % agreed.evaluate.every == 0 or t + 1 == settings.rounds
-        outcome, good = server.round(state, score=due and agreed.evaluate.local)
-        before, state = state, advance(state, finish(outcome))
-        if not is_finite(state.params):
-            book.diverged_at, state = t, before
-            break
-        book.write(outcome, t)
-        if due:
-            seen = {"local": good, "global": server.evaluate(state)}
-            book.write_evaluation(t + 1, _evaluation(agreed, before, seen, notes.samples))
-        if keep is not None:
-            keep(t + 1, partial(_checkpoint, state, book, notes))
-        if progress is not None:
-            progress(t + 1, settings.rounds)
-    splits: set[str] = {"train", *agreed.evaluate.splits}
-    book.run = replace(run, federation=_of_sizes(run.federation, notes.samples, splits))
-    prepared = Prepared(run, transport.name)
-    birth = birth_certificate(prepared, settings, time.perf_counter() - started)
-    birth["refused"] = dict(sorted(notes.reasons().items()))
-    birth["weight_capped_rounds"] = sum(bool(note.limited) for note in notes.rounds)
-    birth["norm_bounded_rounds"] = sum(bool(note.shortened) for note in notes.rounds)
-    return Federated(book.close(state, birth), notes)
 
 
 def first_state(agreed: Agreement) -> State:
@@ -128,11 +168,11 @@ def first_state(agreed: Agreement) -> State:
 
 def check_start(agreed: Agreement, start: Checkpoint) -> None:
     """DoesNotFit unless `federate` can continue from this checkpoint of an earlier attempt."""
-    run, tables = _server_run(agreed), start.tables or {}
-    check_fits(start.state, _fresh(run), agreed.train.rounds)
-    check_tables(tables, agreed.clients, start.state.round, _scored(agreed))
+    check_fits(start.state, first_state(agreed), agreed.train.rounds)
+    scored = scored_keys(_splits(agreed), agreed.evaluate)
+    check_tables(start._replace(tables=start.tables or {}), agreed.clients, scored)
     try:
-        notes = Notes.reopen(tables, agreed.clients)
+        notes = Notes.reopen(start.tables, agreed.clients)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DoesNotFit(f"its notes on the federation are not ours: {error}") from None
     if {part: len(sizes) for part, sizes in notes.samples.items()} != dict.fromkeys(
@@ -161,44 +201,26 @@ def _loss_of_guessing(agreed: Agreement) -> float:
     return log(agreed.classes or 1)
 
 
-def _checkpoint(state: State, book: Book, notes: Notes) -> Checkpoint:
-    return Checkpoint(state, {**book.tables(), NAME: notes.table()})
+def _noted(made: Checkpoint, notes: Notes) -> Checkpoint:
+    return made._replace(tables={**(made.tables or {}), NAME: notes.table()})
 
 
-def _scored(agreed: Agreement) -> list[Key]:
-    models = ("global", "local") if agreed.evaluate.local else ("global",)
-    return [(split, m) for split in agreed.evaluate.splits if split in HELD_OUT for m in models]
+def _splits(agreed: Agreement) -> Splits:
+    return tuple(split for split in agreed.evaluate.splits if split in HELD_OUT)
 
 
-def _evaluation(
-    agreed: Agreement, before: State, seen: Mapping[str, Good], samples: dict[str, list[int]]
-) -> Evaluation:
-    """Tables over all clients from the replies of those that answered; nan for the others."""
-    nothing = torch.full((agreed.clients,), torch.nan, dtype=torch.float64)
-    scores: dict[Key, Scores] = {
-        key: Scores(nothing.clone(), nothing.clone()) for key in _scored(agreed)
-    }
-    norm = nothing.clone()
-    for model, good in seen.items():
-        for i, reply in good.items():
-            samples["train"][i] = int(reply.numbers[SAMPLES])
-            if model == "local":
-                moved = subtract(before.x, reply.group(MODEL))
-                norm[i] = squared_norm(moved).double().sqrt()
-            for split in HELD_OUT:
-                if f"{split}/{SAMPLES}" not in reply.numbers:
-                    continue
-                samples[split][i] = int(reply.numbers[f"{split}/{SAMPLES}"])
-                if (split, model) in scores:
-                    table, found = scores[split, model], reply.numbers
-                    table.loss[i] = found.get(f"{split}/{LOSS}", torch.nan)
-                    table.accuracy[i] = found.get(f"{split}/{ACCURACY}", torch.nan)
-    return Evaluation(scores, nothing[0].clone(), norm)
+def _samples(agreed: Agreement, notes: Notes) -> dict[str, Tensor]:
+    """Every client's number of samples, as far as it is known (0 otherwise), in the splits that the
+    tables are about."""
+    seen = {"train", *agreed.evaluate.splits}
+    return {s: torch.tensor(n) for s, n in notes.samples.items() if s in seen or any(n)}
 
 
-def _of_sizes(blank: Federation, samples: Mapping[str, list[int]], seen: Set[str]) -> Federation:
-    """Everybody's number of samples, as far as they told (0 otherwise), in the splits that the
-    run's tables are about; no samples."""
-    told = {s: n for s, n in samples.items() if s in seen or any(n)}
-    kept = {s: replace(blank.train, counts=torch.tensor(n)) for s, n in told.items()}
-    return replace(blank, **kept)  # type: ignore[arg-type]
+def _first(leaf: Tensor) -> Tensor:
+    """Without the axis of runs."""
+    return leaf[0]
+
+
+def _lift(leaf: Tensor) -> Tensor:
+    """With an axis of one run."""
+    return leaf[None]

@@ -2,8 +2,8 @@
 
 A round is one exchange, or two for exact methods (probe, then train). Those whose probe was good
 are asked to train; those whose training was good enter the model. Where the server can take the
-clients' step itself (`server_steps`), they train in evaluated rounds only, for their own models'
-scores. If too few are left the round is
+clients' step itself (`server_steps`), they train in evaluated rounds only, for the scores of
+their local models. If too few are left the round is
 repeated from the same state, with another draw of clients, and finally the run stops.
 """
 
@@ -45,9 +45,10 @@ from fairvar.deploy.messages import (
 from fairvar.deploy.notes import Notes, RoundNote
 from fairvar.deploy.robust import check_average, combination, mean_loss
 from fairvar.deploy.settings import OFF, FederationSettings
-from fairvar.engine.aggregate import Answers, aggregate
-from fairvar.engine.client import Look, stepped
-from fairvar.engine.participation import Participation
+from fairvar.engine.batches import Participation
+from fairvar.engine.kernels.reference import Probed, stepped
+from fairvar.engine.server import Answers, aggregate
+from fairvar.engine.server import Server as Half
 from fairvar.engine.state import Outcome, State
 from fairvar.errors import RunFailed
 from fairvar.methods.base import Method
@@ -100,13 +101,13 @@ class Server:
     shortened: set[int] = field(default_factory=set)  # … whose arrays it has shortened
     lengths: dict[str, float] = field(default_factory=dict)  # median lengths in this attempt
     begun: bool = False
-    sums_only: ClassVar[bool] = False  # the transport tells sums over clients only
+    sums_only: ClassVar[bool] = False  # the transport delivers sums over clients only
 
     def __post_init__(self) -> None:
         check_average(self.settings, self.method, self.sums_only)
 
     def round(self, state: State, score: bool = False) -> tuple[Outcome, Good]:
-        """Round `state.round`, and the replies that made it; `score`: with their own models'."""
+        """Round `state.round`, and the replies that made it; `score`: with local models' scores."""
         before = self.notes.reasons()
         for attempt in range(self.settings.repeats + 1):
             try:
@@ -151,13 +152,7 @@ class Server:
         else:
             good = self._train(state, method, attempt, known, score)
         good = self._in_proportion(state, good)
-        answers = self._answers(state, method, known, good)
-
-        def limit(weights: Tensor) -> Tensor:
-            return self._limited([*good], weights, answers.share)
-
-        combine = combination(self.settings)
-        return aggregate(method, state, answers, self.clients, self.lr, limit, combine), good
+        return self._aggregated(state, method, known, good), good
 
     def _probe(self, state: State, method: Method, attempt: int, ids: list[int]) -> _Known:
         stamp, buffers = Stamp("probe", state.round, attempt), None
@@ -175,10 +170,10 @@ class Server:
         """The models that the clients would send, from what they saw."""
         made: dict[int, Message] = {}
         for (i, reply), loss in zip(probed.items(), self._losses(probed), strict=True):
-            look = Look(loss, reply.group(GRADIENT), reply.group(BUFFERS))
+            seen = Probed(loss, reply.group(GRADIENT), reply.group(BUFFERS))
             a, g = known.mean_loss, known.mean_gradient or {}
-            x_i = stepped(method, state.x, look, a, g, self.lr, self.clip_norm)
-            arrays = grouped(**{MODEL: x_i, BUFFERS: look.buffers})
+            x_i = stepped(method, state.x, seen, a, g, self.lr, self.clip_norm)
+            arrays = grouped(**{MODEL: x_i, BUFFERS: seen.buffers})
             made[i] = replace(reply, arrays=arrays)
         return made
 
@@ -193,11 +188,11 @@ class Server:
         if self._gradients_with_training(known):
             wanted |= grouped(**{GRADIENT: state.x})
         stamp = Stamp("train", state.round, attempt)
-        told = sends_loss(method)
-        return self._enough(self._exchange(stamp, known.ids, sent, numbers, wanted, told, score))
+        loss = sends_loss(method)
+        return self._enough(self._exchange(stamp, known.ids, sent, numbers, wanted, loss, score))
 
-    def _answers(self, state: State, method: Method, known: _Known, good: Good) -> Answers:
-        """What the round is made of; a and g for the next one, of those that answered in this."""
+    def _aggregated(self, state: State, method: Method, known: _Known, good: Good) -> Outcome:
+        """The outcome of the round; a and g for the next one are of those that answered in this."""
         share = self._share(good)
         loss, a, g = share * torch.nan, known.mean_loss, known.mean_gradient
         if sends_loss(method):
@@ -207,17 +202,27 @@ class Server:
             if method.uses_mean_loss:
                 a = mean_loss(loss, share, self.settings)
             g = self._mean_gradient(share, good) if self._gradients_with_training(known) else None
-        own = torch.as_tensor(method.coefficients(loss, known.mean_loss)[0], dtype=torch.float64)
-        return Answers(
-            ids=torch.tensor(list(good)),
-            share=share,
+        server = self.half(method, share, list(good))
+        answers = Answers(
             loss=loss,
             params=[r.group(MODEL) for r in good.values()],
             buffers=[r.group(BUFFERS) for r in good.values()],
-            mean_loss=a,
-            mean_gradient=g if self.method.reports_gradient else None,
-            own=own.expand(len(good)),
+            own=server.coefficients(loss, known.mean_loss)[0],
         )
+        return aggregate(
+            server,
+            state,
+            answers,
+            a,
+            g if self.method.reports_gradient else None,
+            self.lr,
+            lambda weights: self._limited([*good], weights, share),
+            combination(self.settings),
+        )
+
+    def half(self, method: Method, share: Tensor, ids: list[int]) -> Half:
+        """What these clients' replies become."""
+        return Half(method, share, torch.tensor(ids), self.clients)
 
     def _gradients_with_training(self, known: _Known) -> bool:
         """Approximate methods: ∇f_i(x^t) comes with x_i, unless a probe brought it already."""

@@ -1,4 +1,4 @@
-"""How patient and how wary the server of a federation is."""
+"""Deadlines, repeats and limits on replies of the server of a federation."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A client scales what it sends by itself: w(f_i) (x − x_i), its part of the normaliser, f_i and ∇f_i
 as its method needs them. The server gets their means over those that took part, weighted by r_i.
 That is enough for a method whose weights and normaliser are sums of what each client adds to them.
-Nobody can look at a single reply: no limit on losses, weights or lengths acts here.
+The server never sees a single reply, so limits on losses, weights and lengths do not apply.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ STEP = "step"  # a client's part of the normaliser
 
 
 class Mean(NamedTuple):
-    """Over those that took part; nobody if it failed, and `lost` says why."""
+    """Over those that took part. Empty if secure aggregation failed; `lost` says why."""
 
     ids: list[int]
-    share: Tensor  # r_i, as far as it was told; float64
+    share: Tensor  # r_i, as far as it is known; float64
     arrays: Tree  # Σ r_i v_i, float64
     lost: Sequence[Arrival] = ()
 
@@ -95,7 +95,7 @@ def _double(tree: Tree) -> Tree:
 
 @dataclass
 class SummingServer(Server):
-    """A server whose transport tells means only."""
+    """A server whose transport delivers means only."""
 
     sums_only: ClassVar[bool] = True
 
@@ -123,20 +123,17 @@ class SummingServer(Server):
     ) -> Outcome:
         step = found.arrays.get(STEP, torch.ones(1))
         update = _group(found.arrays, MODEL)
-        nothing = torch.full((self.clients,), torch.nan, dtype=torch.float64)
-        at = torch.tensor(found.ids)
-        plain = type(method).weigh is Method.weigh
-        share = found.share if plain else nothing[at]  # weights by losses stay the clients' own
-        return Outcome(
-            update={k: (v / step).to(state.x[k].dtype) for k, v in update.items()},
-            buffers={},
+        unknown = torch.full_like(found.share, torch.nan)
+        plain = type(method).weigh is Method.weigh  # weights by losses stay the clients' own
+        return self.half(method, found.share, found.ids).outcome(
+            {k: (v / step).to(state.x[k].dtype) for k, v in update.items()},
+            loss=unknown,
+            weights=found.share if plain else unknown,
             memory=state.memory,
-            loss=nothing,
-            weights=torch.zeros_like(nothing).index_copy(0, at, share),
-            mean_loss=a,
+            buffers={},
+            own=unknown if method.uses_mean_loss else None,
             mean_gradient=g if self.method.reports_gradient else None,
-            ascended=nothing[0] if method.uses_mean_loss else torch.zeros_like(nothing[0]),
-            answered=at,
+            mean_loss=a,
         )
 
     def _mean(
@@ -155,7 +152,7 @@ class SummingServer(Server):
 
 
 def _averages(whole: Method, method: Method, state: State) -> Tree:
-    """What is averaged beside the update: ∇f_i for this round's g or the next one's, f_i for a."""
+    """Averaged with the update: ∇f_i for this round's g or the next one's, f_i for a."""
     by_gradient = whole.reports_gradient or method.probes
     found = grouped(**{GRADIENT: state.x if by_gradient else None})
     if method.uses_mean_loss:

@@ -1,4 +1,4 @@
-"""Losses and accuracies of every client: for one shared model, or for each client's own."""
+"""Losses and accuracies of every client: of one shared model, or of local models."""
 
 from __future__ import annotations
 
@@ -15,52 +15,52 @@ from fairvar.engine.batches import Cohort
 from fairvar.engine.task import Task
 from fairvar.tree import Tree
 
-BLOCK = 256  # samples of a client that its own model sees at once
+BLOCK = 256  # samples of a client that its local model sees at once
 
 
 class Scores(NamedTuple):
     """Means over a client's samples; NaN for a client without samples, or without classes."""
 
-    loss: Float64[Tensor, " n"]
-    accuracy: Float64[Tensor, " n"]
+    loss: Float64[Tensor, "*runs n"]
+    accuracy: Float64[Tensor, "*runs n"]
 
 
-def evaluate_shared(task: Task, params: Tree, buffers: Tree, split: Split, piece: int) -> Scores:
-    """One model on all clients' samples, pooled."""
-    total = torch.zeros(2, len(split.counts), dtype=torch.float64, device=split.x.device)
+class Seen(NamedTuple):
+    """What an evaluated round shows of the clients: their updates and local models."""
+
+    update_norm: Float64[Tensor, "*runs n"]  # ‖x^t − x_i‖; NaN for clients that took no part
+    gradient_variance: Float64[Tensor, "*runs"]  # Σ r_i ‖∇f_i − ∇F‖² over the participants
+    local: dict[str, Scores]  # by split
+
+
+def evaluate_shared(
+    task: Task,
+    params: Tree,
+    buffers: Tree,
+    split: Split,
+    piece: int,
+    cohort: Cohort | None = None,
+) -> Scores:
+    """One model on the samples of all clients, pooled; `cohort`: of these clients only, whose
+    training split this is."""
+    place, rows, counts, real = split.client, None, split.counts_there, None
+    if cohort is not None and not cohort.everyone:
+        place, rows, real = cohort.slots.place, cohort.slots.row, cohort.slots.real
+        counts = cohort.counts
+    total = torch.zeros(2, len(counts), dtype=torch.float64, device=split.x.device)
     with torch.no_grad():
-        for i in range(0, len(split.y), piece):
-            x, y, client = (v[i : i + piece] for v in (split.x, split.y, split.client))
-            total.index_add_(1, client, _score(task, task.predict(params, buffers, x), y))
-    return _means(total, split.counts_there)
-
-
-def client_losses(
-    task: Task, params: Tree, buffers: Tree, split: Split, piece: int
-) -> Float64[Tensor, " n"]:
-    """f_i on all of a client's samples, in evaluation mode."""
-    return evaluate_shared(task, params, buffers, split, piece).loss
-
-
-def losses_of_some(
-    task: Task, params: Tree, buffers: Tree, split: Split, cohort: Cohort, piece: int
-) -> Float64[Tensor, " m"]:
-    """The same of the clients in a cohort."""
-    slots, total = cohort.slots, torch.zeros_like(cohort.counts, dtype=torch.float64)
-    with torch.no_grad():
-        for i in range(0, len(slots.row), piece):
+        for i in range(0, len(place), piece):
             some = slice(i, i + piece)
-            rows = slots.row[some]
-            losses = task.loss(task.predict(params, buffers, split.x[rows]), split.y[rows]).double()
-            counted = losses if slots.real is None else losses * slots.real[some]
-            total.index_add_(0, slots.place[some], counted)
-    return total / cohort.counts
+            taken = some if rows is None else rows[some]
+            found = _score(task, task.predict(params, buffers, split.x[taken]), split.y[taken])
+            total.index_add_(1, place[some], found if real is None else found * real[some])
+    return _means(total, counts)
 
 
-def evaluate_own(
+def evaluate_local(
     task: Task, params: Tree, buffers: Tree, split: Split, ids: Int64[Tensor, " k"]
 ) -> Scores:
-    """Each client's own model (stacked along the first axis) on that client's samples."""
+    """Each client's local model (stacked along the first axis) on that client's samples."""
     counts = split.counts_there[ids]
     offsets = torch.tensor(split.offsets, device=ids.device)[ids]
     total = torch.zeros(2, len(ids), dtype=torch.float64, device=ids.device)

@@ -58,16 +58,16 @@ class History:
     """Row r of `loss` and `weights` is round t = `observed[r]` (all rounds from 0 on or, if `state`
     was given to `train`, from `state.round` on; read from a stored run, those that were evaluated).
     Row e of an evaluated quantity was seen after `evaluated[e]` rounds. "global" is the shared
-    model x^{t+1}, "local" the client's own x_i^{t+1} before aggregation.
+    model x^{t+1}, "local" the client's x_i^{t+1} before aggregation.
 
-    Rounds are numbered from the first round of all, whoever trained it. `rounds`, `exchanges` and
-    the bytes count what this history tells of: of a run that `train` continued from a state, the
+    Rounds are numbered from the first round of training. `rounds`, `exchanges` and the bytes count
+    what this history covers: of a run that `train` continued from a state, the
     rounds since then; `state.round` is the number of all.
     """
 
     method: Method
     state: State
-    rounds: int  # that this history tells of
+    rounds: int  # that this history covers
     observed: Int64[Tensor, " T"]
     loss: Float64[Tensor, "T n"]  # f_i(x^t) on training data
     weights: Float64[Tensor, "T n"]  # aggregation weights as used
@@ -126,7 +126,7 @@ class History:
         if self.samples and split not in self.samples:
             return f"{start}: the federation has no {split} data; give {split}=… where it is made"
         if model == "local" and (split, "global") in there:
-            return f"{start}: clients' own models were not evaluated; set evaluate_local=True"
+            return f"{start}: local models were not evaluated; set evaluate_local=True"
         known = ", ".join("/".join(k) for k in there) or "none"
         return f"{start}: it was not evaluated; there are: {known}"
 
@@ -153,7 +153,7 @@ class History:
 
         `round` is the number of rounds that the model has behind it: in row r "loss" is f_i(x^r),
         "weight" was used to make x^{r+1}, "accuracy" and "evaluated_loss" are those of x^r (or of
-        the client's own model from which x^r was made)."""
+        the local models from which x^r was made)."""
         blocks: list[tuple[str, str, str, Tensor, Tensor]] = []
         blocks.append(("train", "global", "loss", self.observed, self.loss))
         blocks.append(("", "", "weight", self.observed, self.weights))

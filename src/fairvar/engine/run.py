@@ -6,17 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from jaxtyping import Float64, Int64
-from torch import Tensor, nn
+from torch import Tensor
 
 from fairvar.data.federation import Federation
-from fairvar.engine.batches import BlockLayout, Cohort, Schedule
-from fairvar.engine.dual import Dual, dual_of
-from fairvar.engine.linear_steps import StepPlan
-from fairvar.engine.participation import Participation
+from fairvar.engine.batches import Cohort, Participation, Schedule
+from fairvar.engine.server import Server
 from fairvar.engine.task import Task
 from fairvar.methods.base import Method
 from fairvar.models.twice import twice_differentiable
@@ -53,6 +50,11 @@ class Run:
         return self.federation.clients
 
     @property
+    def samples(self) -> dict[str, Tensor]:
+        """Of each client, by split."""
+        return {name: split.counts for name, split in self.federation.splits.items()}
+
+    @property
     def cohort(self) -> Cohort:
         return self.schedule.everyone if self.drawn is None else self.drawn
 
@@ -66,6 +68,16 @@ class Run:
         cohort = Cohort(self.schedule, asked.to(self.device), known)
         share = self.method.share(cohort.counts)
         return replace(self, share=share, ids=cohort.ids, drawn=cohort)
+
+    def server(self, t: int) -> Server:
+        """Of the clients that `of_round` has left, with the method as it acts in round t."""
+        return Server(
+            self.method.at_round(t),
+            self.share,
+            self.ids,
+            self.clients,
+            everyone=self.drawn is None,
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,7 +95,7 @@ class Run:
 
     @property
     def shapes_stay(self) -> bool:
-        """Every round has the same shapes, whoever takes part in it."""
+        """Shapes do not depend on the sampled clients."""
         alike = self.schedule.even and len(set(self.schedule.steps)) == 1
         return self.participation.everyone or alike
 
@@ -96,19 +108,6 @@ class Run:
     def blocks_at_once(self) -> int | None:
         """As for pooled pieces: a CPU computes more blocks than its caches hold more slowly."""
         return None if self.device.type == "cuda" else whole_tiles(self.piece // self.block)
-
-    @cached_property
-    def layout(self) -> BlockLayout:
-        return self.cohort.blocks(self.block)
-
-    @cached_property
-    def dual(self) -> Dual:
-        """Of an affine model."""
-        return dual_of(self.task, self.federation)
-
-    @cached_property
-    def plan(self) -> StepPlan:
-        return StepPlan(self.schedule, self.dual.groups, self.dual.train.layout)
 
     def chunks(self) -> list[tuple[int, int]]:
         """Ranges of `cohort.order`, cut at whole tiles; the last takes the rest."""
@@ -141,37 +140,17 @@ def whole_tiles(clients: int) -> int:
     return max(TILE, -(-clients // TILE) * TILE)
 
 
-def activation_floats(task: Task, x: Tensor) -> int:
-    """Floats that one sample leaves in the outputs of the model's layers."""
-    module, total = task.evaluating, 0
-
-    def count(_module: nn.Module, _inputs: object, output: object) -> None:
-        nonlocal total
-        if isinstance(output, Tensor):
-            total += output.numel()
-
-    leaves = [m for m in module.modules() if not list(m.children())]
-    handles = [leaf.register_forward_hook(count) for leaf in leaves]
-    try:
-        with torch.no_grad():
-            task.predict(task.params, task.buffers, x[:1])
-    finally:
-        for handle in handles:
-            handle.remove()
-    return max(total, x[:1].numel())
-
-
 def pooled_piece(task: Task, x: Tensor) -> int:
     """Samples per pooled call: on a CPU what its caches like (measured: 1.4 to 2 times faster than
     all at once), on a GPU as much as fits. On a CPU it is a fixed number: sums over the batch are
     made inside the kernels, so the cut decides the last bits and must not vary."""
     budget = _graph_budget(x) if x.is_cuda else 24 << 20
-    return max(32, budget // (activation_floats(task, x) * _itemsize(task.params)))
+    return max(32, budget // (task.activations * _itemsize(task.params)))
 
 
 def graphs_fit(task: Task, x: Tensor, samples: int) -> bool:
     """Whether the graphs of a pass over so many samples may be kept at once."""
-    return 3 * samples * activation_floats(task, x) * _itemsize(task.params) <= _graph_budget(x)
+    return 3 * samples * task.activations * _itemsize(task.params) <= _graph_budget(x)
 
 
 def _graph_budget(x: Tensor) -> int:
@@ -188,7 +167,7 @@ def block_width(task: Task, x: Tensor, lengths: list[int]) -> int:
     largest = max(lengths)
     if task.batch_norm:
         return largest
-    per_sample, per_block = activation_floats(task, x), size(task.params)
+    per_sample, per_block = task.activations, size(task.params)
     widths = [w for w in (4, 8, 16, 32, 64, 128) if w < largest] + [largest]
 
     def cost(width: int) -> int:
@@ -201,7 +180,7 @@ def block_width(task: Task, x: Tensor, lengths: list[int]) -> int:
 def fits_blocked(task: Task, x: Tensor, lengths: list[int], width: int) -> bool:
     """Whether all block gradients may be held at once. A fixed limit: it decides the last bits."""
     blocks = sum(-(-length // width) for length in lengths)
-    activations = 6 * blocks * width * activation_floats(task, x)
+    activations = 6 * blocks * width * task.activations
     floats = 3 * (blocks + len(lengths)) * size(task.params) + activations
     return floats * _itemsize(task.params) <= 2 * _graph_budget(x)
 
@@ -209,7 +188,7 @@ def fits_blocked(task: Task, x: Tensor, lengths: list[int], width: int) -> bool:
 def chunk_for_memory(task: Task, x: Tensor, width: int, curvature: bool) -> int:
     """Clients per vectorised call that fit a share of the free memory (results stay the same)."""
     copies, passes = (8, 6) if curvature else (5, 3)  # of the parameters; of the activations
-    floats = copies * size(task.params) + passes * width * activation_floats(task, x)
+    floats = copies * size(task.params) + passes * width * task.activations
     return whole_tiles(
         int(_memory_budget(x.device) // (floats * _itemsize(task.params))) - TILE + 1
     )

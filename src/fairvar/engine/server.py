@@ -1,32 +1,51 @@
-"""A method's functions for several runs at once; for a single run they are called as they are."""
+"""The server's half of a round: losses → weights → normaliser → Outcome, for one run or many.
+
+    x ← x − Σ_i w_i (x − x_i) / normaliser
+
+Every kernel and every deployment computes Σ_i w_i (x − x_i) in its own way; all else is here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 from torch.func import vmap
 
+from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Memory, Method, Replies
+from fairvar.tree import Tree, squared_norm, stack, subtract, typed_as, weighted_sum
+
+Limit = Callable[[Tensor], Tensor]  # the weights, none of them too large
+Combine = Callable[[Tensor, Tree], Tree]  # (weights, a tree with the clients first) → one tree
 
 
 @dataclass(frozen=True)
 class Server:
-    """All tables have the run as first axis."""
+    """The functions of a method for the participants of one round.
 
-    method: Method  # of the first run, as it acts in this round
-    numbers: dict[str, Float64[Tensor, " runs"]] | None  # of all runs; None: there is one only
-    share: Float64[Tensor, " n"]
-    ids: Int64[Tensor, " n"]
+    Without `runs` all tables are those of one run. With it they have the run as first axis, and
+    several runs have `numbers` of their own.
+    """
+
+    method: Method  # as it acts in this round; of several runs, that of the first
+    share: Float64[Tensor, " m"]  # the plain weights r_i of the participants
+    ids: Int64[Tensor, " m"]
+    clients: int  # all of the federation, present or not
+    runs: int | None = None
+    numbers: dict[str, Float64[Tensor, " runs"]] = field(default_factory=dict)
+    everyone: bool = False  # `ids` are all clients in their order
 
     def each(self, function: Callable[..., Any], *tables: Any) -> Any:
         """function(method, *rows) of every run."""
-        if self.numbers is None:
+        if self.runs is None:
+            return function(self.method, *tables)
+        if self.runs == 1:
             return _lift(function(self.method, *(_drop(table) for table in tables)))
         return vmap(lambda numbers, *rows: function(self.method.with_numbers(numbers), *rows))(
             self.numbers, *tables
@@ -46,8 +65,10 @@ class Server:
         return self.each(lambda method, number: _like(method.curvature, number), some)[:, None]
 
     def coefficients(
-        self, loss: Float64[Tensor, "runs m"], mean_loss: Float64[Tensor, " runs"]
-    ) -> tuple[Float64[Tensor, "runs m"], Float64[Tensor, "runs m"]]:
+        self, loss: Float64[Tensor, "*runs m"], mean_loss: Float64[Tensor, "*runs"]
+    ) -> tuple[Float64[Tensor, "*runs m"], Float64[Tensor, "*runs m"]]:
+        """(own, shared) of every client."""
+
         def both(method: Method, loss: Tensor, mean_loss: Tensor) -> tuple[Tensor, Tensor]:
             own, shared = method.coefficients(loss, mean_loss)
             return _like(own, loss), _like(shared, loss)
@@ -56,8 +77,10 @@ class Server:
         return found
 
     def weigh(
-        self, memory: Memory, loss: Float64[Tensor, "runs n"]
-    ) -> tuple[Float64[Tensor, "runs n"], Memory]:
+        self, memory: Memory, loss: Float64[Tensor, "*runs m"]
+    ) -> tuple[Float64[Tensor, "*runs m"], Memory]:
+        """w_i, not yet divided by the normaliser, and the method's memory for the next round."""
+
         def weigh(method: Method, memory: Memory, loss: Tensor) -> tuple[Tensor, Memory]:
             return method.weigh(memory, self._replies(loss))
 
@@ -66,18 +89,90 @@ class Server:
 
     def normaliser(
         self,
-        loss: Float64[Tensor, "runs n"],
-        squared_norms: Float64[Tensor, "runs n"],
+        loss: Float64[Tensor, "*runs m"],
+        squared_norms: Float64[Tensor, "*runs m"],
         lr: Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float,
-    ) -> Float64[Tensor, "runs 1"]:
+    ) -> Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float:
+        """What the weighted sum of updates is divided by; of several runs, (runs, 1)."""
+        if type(self.method).normaliser is Method.normaliser:
+            return 1.0
+
         def normaliser(method: Method, loss: Tensor, norms: Tensor, lr: Tensor | float) -> Tensor:
-            return _like(method.normaliser(self._replies(loss), norms, lr), loss[:1])
+            found = method.normaliser(self._replies(loss), norms, lr)
+            return torch.as_tensor(found, dtype=loss.dtype, device=loss.device)
 
         found: Tensor = self.each(normaliser, loss, squared_norms, lr)
-        return found
+        return found if self.runs is None else found.reshape(-1, 1)
+
+    def outcome(
+        self,
+        update: Tree,
+        loss: Float64[Tensor, "*runs m"],
+        weights: Float64[Tensor, "*runs m"],
+        memory: Memory,
+        buffers: Tree,
+        own: Float64[Tensor, "*runs m"] | None,
+        mean_gradient: Tree | None,
+        mean_loss: Tensor | None = None,
+    ) -> Outcome:
+        """Over all clients, present or not. `weights` are divided by the normaliser already; `own`
+        are the factors of the clients' own gradients (None: one; NaN: only the client knows it).
+        """
+        outcome = Outcome(
+            update=update,
+            buffers=buffers,
+            memory=memory,
+            loss=loss,
+            weights=weights,
+            mean_loss=loss @ self.share if mean_loss is None else mean_loss,
+            mean_gradient=mean_gradient,
+            ascended=torch.zeros_like(loss[..., 0])
+            if own is None
+            else torch.where(own.isnan(), torch.nan, (own < 0).double()).mean(-1),
+        )
+        return outcome if self.everyone else outcome.among(self.ids, self.clients)
 
     def _replies(self, loss: Tensor) -> Replies:
-        return Replies(loss, self.share, self.ids, len(self.ids))
+        return Replies(loss, self.share, self.ids, self.clients)
+
+
+class Answers(NamedTuple):
+    """Of m clients that were computed one by one, in the order of their ids."""
+
+    loss: Float64[Tensor, " m"]  # f_i(x^t); nan where the method does not ask for it
+    params: list[Tree]  # x_i
+    buffers: list[Tree]
+    own: Float64[Tensor, " m"]  # the factors of their own gradients
+
+
+def aggregate(
+    server: Server,
+    state: State,
+    answers: Answers,
+    mean_loss: Tensor,
+    mean_gradient: Tree | None,
+    lr: float | Tensor,
+    limit: Limit = lambda weights: weights,
+    combine: Combine = weighted_sum,
+) -> Outcome:
+    """Of models that the server has one by one: the reference loop's, and a federation's."""
+    updates = [subtract(state.x, params) for params in answers.params]
+    weights, memory = server.weigh(state.memory, answers.loss)
+    norms = torch.stack([squared_norm(u) for u in updates]).double()
+    weights = limit(weights) / server.normaliser(answers.loss, norms, lr)
+    buffers = stack(answers.buffers) if state.buffers else {}
+    # In float64, whatever the buffers are: batch norm also counts.
+    mean = combine(server.share, {k: v.double() for k, v in buffers.items()})
+    return server.outcome(
+        combine(weights, stack(updates)),
+        answers.loss,
+        weights,
+        memory,
+        typed_as(mean, buffers),
+        answers.own,
+        mean_gradient,
+        mean_loss,
+    )
 
 
 def _like(value: Tensor | float, other: Tensor) -> Tensor:

@@ -55,4 +55,4 @@ class EvaluateSettings(Checked, frozen=True, kw_only=True):
 
     every: Count = 10
     splits: tuple[Literal["train", "valid", "test"], ...] = ("valid", "test")
-    local: bool = True  # each client's own updated model beside the global one
+    local: bool = True  # evaluate local models as well as the global one

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from fairvar.errors import BadInput
@@ -30,22 +31,9 @@ class State:
     def to(self, device: torch.device | str) -> State:
         return self.map(lambda leaf: leaf.to(device))
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> State:
-        """The same state with every tensor replaced."""
-
-        def each(tree: Tree | None) -> Any:
-            return None if tree is None else {k: function(v) for k, v in tree.items()}
-
-        return State(
-            self.round,
-            each(self.params),
-            each(self.buffers),
-            each(self.memory),
-            function(self.mean_loss),
-            each(self.mean_gradient),
-            each(self.iterate),
-            self.made_by,
-        )
+    def map(self, function: Callable[..., Tensor], *others: State) -> State:
+        """The same state with every tensor replaced: function(tensor, *those of the others)."""
+        return replace(self, **_mapped(self, function, *others))
 
     def tensors(self) -> list[Tensor]:
         """All tensors, in a fixed order."""
@@ -65,12 +53,13 @@ class Outcome:
     update: Tree
     buffers: Tree
     memory: Memory
-    loss: Tensor  # (clients,) f_i(x^t), float64; nan for clients that did not answer
-    weights: Tensor  # (clients,) as used, float64
+    loss: Tensor  # (…, clients) f_i(x^t), float64; nan for clients that did not answer
+    weights: Tensor  # (…, clients) as used, float64
     mean_loss: Tensor
     mean_gradient: Tree | None
     ascended: Tensor  # share of clients whose own gradient had a negative factor
     answered: Tensor | None = None  # ids of those that took part; None: all
+    finite: Tensor | None = None  # what the kernel says; None: what the losses say
 
     def among(self, ids: Tensor, clients: int) -> Outcome:
         """An outcome over the clients `ids` as one over all `clients`, present or not."""
@@ -81,14 +70,34 @@ class Outcome:
             answered=ids,
         )
 
-    @property
-    def fine(self) -> Tensor:
-        """Whether all losses that were seen are finite, on the device."""
-        seen = self.loss if self.answered is None else self.loss[self.answered]
-        return torch.isfinite(seen).all()
+    def map(self, function: Callable[[Tensor], Tensor]) -> Outcome:
+        """The same outcome with every tensor over runs replaced."""
+        return replace(self, **_mapped(self, function))
 
-    def is_finite(self) -> bool:
-        return bool(self.fine)
+    @property
+    def fine(self) -> Bool[Tensor, "*runs"]:
+        """Whether all losses that were seen are finite, run by run, on the device."""
+        if self.finite is not None:
+            return self.finite
+        seen = self.loss if self.answered is None else self.loss[..., self.answered]
+        return torch.isfinite(seen).all(-1)
+
+
+def _mapped(
+    record: State | Outcome, function: Callable[..., Tensor], *others: State | Outcome
+) -> dict[str, Any]:
+    """The fields that are tensors or trees of tensors, with every tensor replaced."""
+    found: dict[str, Any] = {}
+    for field in fields(record):
+        name = field.name
+        value, rest = getattr(record, name), [getattr(other, name) for other in others]
+        if name == "answered":  # ids: the same in all runs
+            continue
+        if isinstance(value, Tensor):
+            found[name] = function(value, *rest)
+        elif isinstance(value, dict):
+            found[name] = {k: function(v, *(tree[k] for tree in rest)) for k, v in value.items()}
+    return found
 
 
 def _placed(values: Tensor, ids: Tensor, clients: int, absent: float) -> Tensor:
@@ -115,6 +124,11 @@ def initial_state(method: Method, params: Tree, buffers: Tree, clients: int) -> 
         iterate=params if method.averages_iterates else None,
         made_by=method.label,
     )
+
+
+def stack_states(states: Sequence[State]) -> State:
+    """One state with the run as first axis; every tensor is new."""
+    return states[0].map(lambda *leaves: torch.stack(leaves), *states[1:])
 
 
 class DoesNotFit(BadInput):
@@ -158,8 +172,28 @@ def _compare(state: State, fresh: State, group: str, problem: str) -> None:
     )
     for name in sorted({*found, *wanted}):
         if found.get(name) != wanted.get(name):
-            told = (each.get(name, "missing") for each in (found, wanted))
-            raise DoesNotFit(f"{problem}: {group} {name} is {', not '.join(told)}")
+            both = (each.get(name, "missing") for each in (found, wanted))
+            raise DoesNotFit(f"{problem}: {group} {name} is {', not '.join(both)}")
+
+
+GOING = -1  # `diverged_at` of a run that has not diverged
+
+
+def settle(
+    state: State, diverged_at: Int64[Tensor, " runs"], outcome: Outcome, done: int | Tensor
+) -> tuple[State, Int64[Tensor, " runs"]]:
+    """All runs after a round, of which `done` are done then. A run that diverges in it, or did so
+    before, keeps the state that it had."""
+    going, fine = diverged_at == GOING, outcome.fine
+    after = advance(state, outcome, done.double() if isinstance(done, Tensor) else None)
+    kept = going & fine
+    if isinstance(done, int) and not kept.is_cuda and bool(kept.all()):
+        return after, diverged_at  # the usual case, where asking costs little
+
+    def choose(new: Tensor, old: Tensor) -> Tensor:
+        return torch.where(kept.reshape(-1, *[1] * (new.dim() - 1)), new, old)
+
+    return after.map(choose, state), torch.where(going & ~fine, done - 1, diverged_at)
 
 
 def advance(state: State, outcome: Outcome, rounds: Tensor | None = None) -> State:

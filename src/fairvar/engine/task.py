@@ -36,6 +36,7 @@ class Task:
     half: bool = False  # training passes in bfloat16 (parameters and losses stay as they are)
     reverse_over_forward: bool = True  # gives the right second derivatives
     moving_buffers: bool = False  # a training pass changes buffers that are not batch norm's
+    activations: int = 1  # floats that one sample leaves in the outputs of the model's layers
 
     @cached_property
     def apart(self) -> Task:
@@ -140,7 +141,11 @@ def make_task(
     with torch.no_grad():
         outputs = task.predict(params, buffers, sample)
         check_loss(function, outputs, y[: len(sample)], federation.classes)
-        return replace(task, moving_buffers=_moves_buffers(task, sample))
+        return replace(
+            task,
+            moving_buffers=_moves_buffers(task, sample),
+            activations=_activation_floats(task, sample),
+        )
 
 
 def _placed(model: nn.Module | str, federation: Federation, settings: TrainSettings) -> nn.Module:
@@ -162,3 +167,23 @@ def _moves_buffers(task: Task, sample: Tensor) -> bool:
         return False
     after = call(task.training, task.params, task.buffers, sample)[1]
     return any(after[name] is not value for name, value in task.buffers.items())
+
+
+def _activation_floats(task: Task, x: Tensor) -> int:
+    """Floats that one sample leaves in the outputs of the model's layers, by one forward pass."""
+    module, total = task.evaluating, 0
+
+    def count(_module: nn.Module, _inputs: object, output: object) -> None:
+        nonlocal total
+        if isinstance(output, Tensor):
+            total += output.numel()
+
+    leaves = [m for m in module.modules() if not list(m.children())]
+    handles = [leaf.register_forward_hook(count) for leaf in leaves]
+    try:
+        with torch.no_grad():
+            task.predict(task.params, task.buffers, x[:1])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return max(total, x[:1].numel())

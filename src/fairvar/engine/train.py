@@ -7,26 +7,22 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import NamedTuple
+from functools import lru_cache
 
 import torch
 from torch import nn
 
 from fairvar._version import __version__
 from fairvar.data.federation import Federation
-from fairvar.engine.batches import Schedule
-from fairvar.engine.blocked import blocked_round
-from fairvar.engine.captured import LATER, RECORDINGS, CapturedRound, acts_alike, try_step
-from fairvar.engine.dual import is_affine
-from fairvar.engine.history import History, Tables
-from fairvar.engine.linear import grams_pay, linear_round
-from fairvar.engine.linear_eval import watch_single
+from fairvar.engine.batches import Participation, Schedule
+from fairvar.engine.cuda_graphs import LATER, RECORDINGS, acts_alike
+from fairvar.engine.history import History
+from fairvar.engine.kernels.linear import Linear, grams_pay
+from fairvar.engine.kernels.linear.dual import is_affine
+from fairvar.engine.kernels.network import Network
 from fairvar.engine.losses import LossFunction
-from fairvar.engine.participation import Participation
-from fairvar.engine.pooled import pooled_round
-from fairvar.engine.record import Book, Observation, check_tables, scored_keys
-from fairvar.engine.reference import reference_round
+from fairvar.engine.recorder import Checkpoint as Checkpoint
+from fairvar.engine.recorder import check_tables, scored_keys
 from fairvar.engine.run import (
     Run,
     arithmetic,
@@ -39,23 +35,15 @@ from fairvar.engine.run import (
     whole_tiles,
 )
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
-from fairvar.engine.state import Outcome, State, advance, check_fits, initial_state
+from fairvar.engine.state import State, check_fits, initial_state
 from fairvar.engine.task import Task, make_task
-from fairvar.engine.vmapped import Observer, vmapped_round
+from fairvar.engine.trainer import Keep, Runs, train_rounds
+from fairvar.engine.trainer import Progress as Progress
 from fairvar.errors import LONGEST, BadInput, one_line, shown
 from fairvar.methods.base import Method
 
-Progress = Callable[[int, int], None]  # (rounds done, rounds in all)
-
-
-class Checkpoint(NamedTuple):
-    """Enough to continue a run; without `tables` its history starts anew."""
-
-    state: State
-    tables: Tables | None
-
-
-Keep = Callable[[int, Callable[[], Checkpoint]], None]  # (rounds done, make a checkpoint)
+KeepOne = Callable[[int, Callable[[], Checkpoint]], None]  # (rounds done, make a checkpoint)
+DEFAULT = EvaluateSettings()
 
 
 def train(
@@ -85,7 +73,7 @@ def train(
     state: State | None = None,
     progress: bool | Progress = False,
 ) -> History:
-    """Train `model` on `federation` with `method`; all clients take part unless told otherwise.
+    """Train `model` on `federation` with `method`; by default all clients take part.
 
     model: a module (copied, never changed) or a name from `fairvar.models.MODELS`.
     rounds: in all; those that `state` has behind it count.
@@ -97,7 +85,7 @@ def train(
     evaluate_every: evaluate all clients after every so many rounds, and after the last.
     clip_norm: cut each client's direction to this norm (off by default).
     participation, participants: share or number of clients drawn for each round, by default all
-    (`engine/participation.py` says what averages then mean); some of them on every path but linear.
+    (`engine/batches.py` says what averages then mean); some of them on every path but linear.
     chunk: clients per vectorised call, by default what fits in memory; results do not change.
     precision: "tf32" or "bfloat16" rounds the inputs of products in training to gain speed.
     capture: record a round once and repeat it; by default on CUDA, where launching costs most.
@@ -178,59 +166,26 @@ def run_rounds(
     when: EvaluateSettings,
     start: Checkpoint | None = None,
     progress: Progress | None = None,
-    keep: Keep | None = None,
+    keep: KeepOne | None = None,
 ) -> History:
     """`train` with its numbers already checked; continues from `start`, the same bit by bit.
 
-    After every round `keep` is asked to save a checkpoint, which it makes only if it wants one.
-    `progress` may raise to stop the run.
+    After every round `keep` may ask for a checkpoint. `progress` may raise to stop the run.
     """
     started = time.perf_counter()
     prepared = prepare(model, federation, method, loss, settings)
     run = prepared.run
     with arithmetic(settings.precision, run.device, run.few_shapes):
-        book, state = _all_rounds(prepared, settings.rounds, when, start, progress, keep)
-    seconds = time.perf_counter() - started
-    return book.close(state, birth_certificate(prepared, settings, seconds))
+        runs = prepared.runs(settings.rounds, when, start)
+        train_rounds([runs], settings.rounds, when.every, progress, one_by_one(keep))
+        (made,) = runs.checkpoints()
+    birth = provenance(prepared, settings, time.perf_counter() - started)
+    return runs.recorder.history(made, 0, run.samples, birth)
 
 
-def _all_rounds(
-    prepared: Prepared,
-    rounds: int,
-    when: EvaluateSettings,
-    start: Checkpoint | None,
-    progress: Progress | None,
-    keep: Keep | None,
-) -> tuple[Book, State]:
-    run = prepared.run
-    splits = tuple(s for s in when.splits if s in run.federation.splits)
-    state = prepared.start()
-    if start is not None:
-        check_fits(start.state, state, rounds)
-        if start.tables is not None:
-            check_tables(start.tables, run.clients, start.state.round, scored_keys(run, when))
-        state = start.state.to(run.device)
-    book = Book(run, None if start is None else start.tables, state.round)
-    for t in range(state.round, rounds):
-        due = (t + 1) % when.every == 0 or t + 1 == rounds
-        seen = Observation(run, state, splits, when.local) if due else None
-        after, outcome = prepared.step(state, seen)
-        if not outcome.is_finite():
-            book.diverged_at = t
-            break
-        state = after
-        book.write(outcome, t)
-        if seen is not None:
-            evaluation = seen.finish(state)
-            if not evaluation.is_finite():
-                book.diverged_at = t + 1
-                break
-            book.write_evaluation(t + 1, evaluation)
-        if keep is not None:
-            keep(t + 1, partial(_checkpoint, state, book))
-        if progress is not None:
-            progress(t + 1, rounds)
-    return book, state.map(torch.clone)  # a captured round's own tensors serve the next run
+def one_by_one(keep: KeepOne | None) -> Keep | None:
+    """For a trainer of one run."""
+    return keep and (lambda done, make: keep(done, lambda: make()[0]))
 
 
 @dataclass
@@ -239,37 +194,36 @@ class Prepared:
 
     run: Run
     path: str
-    captured: CapturedRound | None = None
+    captures: bool = False
+
+    @property
+    def kernel(self) -> Network | Linear:
+        if self.path == "linear":
+            return Linear.build(self.run, [self.run.method], [float(self.run.lr)])
+        return Network(self.run, self.path)
 
     def start(self) -> State:
         task = self.run.task
         return initial_state(self.run.method, task.params, task.buffers, self.run.clients)
 
-    def round(self, state: State, t: int, seen: Observation | None = None) -> Outcome:
-        """Round t from `state`; `advance(state, outcome)` is the state after it."""
-        return _round(self.run, self.path, state, t, seen)
-
-    def step(self, state: State, seen: Observation | None = None) -> tuple[State, Outcome]:
-        """The next round, captured where that is possible. What comes back is valid until the next
-        call; a round whose losses are not finite leaves no usable state."""
-        t, watch = state.round, _watch(seen)
-        within = watch is not None and self.path == "vmapped"  # seen while the round is computed
-        captured = self.captured if acts_alike(self.run.method, t) else None
-        if captured is not None and (captured.watches or not within):
-            if watch is not None and within:
-                watch.before = state.map(torch.clone)  # the recording moves its own state on
-            elif watch is not None:
-                _see_clients(self.run, self.path, state, t, watch)
-            found = try_step(captured, state)
-            if found is not None:
-                if watch is not None:
-                    for trained in captured.trained:
-                        watch(trained)
-                return found
-            self.captured = None
-            seen = seen if within else None
-        outcome = self.round(state, t, seen)
-        return advance(state, outcome), outcome
+    def runs(
+        self,
+        rounds: int = 1,
+        when: EvaluateSettings = DEFAULT,
+        start: Checkpoint | None = None,
+    ) -> Runs:
+        """The run on its way, from its beginning or from a checkpoint."""
+        run, fresh = self.run, self.start()
+        splits = tuple(s for s in when.splits if s in run.federation.splits)
+        if start is not None:
+            check_fits(start.state, fresh, rounds)
+            check_tables(start, run.clients, scored_keys(splits, when))
+            start = start._replace(state=start.state.to(run.device))
+        kernel = self.kernel
+        found = Runs(kernel, [start or Checkpoint(fresh, None)], splits, when.local)
+        if self.captures:
+            found.captured = RECORDINGS.find(kernel, self.path, found.state, found.diverged_at)
+        return found
 
 
 def prepare(
@@ -285,11 +239,8 @@ def prepare(
     data = on_device(federation, _device(settings.device), getattr(torch, settings.dtype))
     task = make_task(model, data, loss, settings, method.uses_curvature, alone)
     run = _make_run(task, data, method, settings)
-    prepared = Prepared(run, choose_path(run, settings.engine))
-    if wants_capture(settings, run) and prepared.path != "reference":
-        round_of = partial(_round_of_path, prepared.path)
-        prepared.captured = RECORDINGS.find(run, prepared.path, round_of, prepared.start())
-    return prepared
+    path = choose_path(run, settings.engine)
+    return Prepared(run, path, path != "reference" and wants_capture(settings, run))
 
 
 def wants_capture(settings: TrainSettings, run: Run) -> bool:
@@ -350,40 +301,6 @@ def choose_path(run: Run, engine: str) -> str:
     return "blocked" if fits else "vmapped"
 
 
-def _watch(seen: Observation | None) -> Observation | None:
-    return seen if seen is not None and seen.watches_clients else None
-
-
-def _round_of_path(path: str, run: Run, state: State, t: int, observe: Observer | None) -> Outcome:
-    """What is recorded: only the vmapped path has clients' models to show."""
-    if path == "vmapped":
-        return vmapped_round(run, state, t, observe)
-    return _round(run, path, state, t, None)
-
-
-def _round(run: Run, path: str, state: State, t: int, seen: Observation | None) -> Outcome:
-    watch = _watch(seen)
-    if path == "reference":
-        return reference_round(run, state, t, watch)
-    if path == "vmapped":
-        return vmapped_round(run, state, t, watch)
-    if watch is not None:
-        # These paths never form the clients' own models. They are computed beside them, and the
-        # round itself stays the same, so that evaluating does not change the training.
-        _see_clients(run, path, state, t, watch)
-    if path == "linear":
-        return linear_round(run, state, t)[0]
-    return pooled_round(run, state, t) if path == "pooled" else blocked_round(run, state, t)
-
-
-def _see_clients(run: Run, path: str, state: State, t: int, watch: Observation) -> None:
-    """The clients' own models of round t, for the observation alone."""
-    if path == "linear" and grams_pay(run):
-        watch.take(watch_single(run, state, linear_round(run, state, t)[1], watch.splits))
-    else:
-        vmapped_round(run, state, t, watch)
-
-
 def _make_run(task: Task, data: Federation, method: Method, settings: TrainSettings) -> Run:
     schedule = Schedule.build(
         data.train,
@@ -418,13 +335,7 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
     )
 
 
-def _checkpoint(state: State, book: Book) -> Checkpoint:
-    return Checkpoint(state, book.tables())
-
-
-def birth_certificate(
-    prepared: Prepared, settings: TrainSettings, seconds: float
-) -> dict[str, object]:
+def provenance(prepared: Prepared, settings: TrainSettings, seconds: float) -> dict[str, object]:
     """Where a result comes from."""
     run, on_gpu = prepared.run, prepared.run.device.type == "cuda"
     return {
@@ -435,7 +346,7 @@ def birth_certificate(
         "seed": settings.seed,
         "precision": settings.precision,
         "engine": prepared.path,
-        "captured": prepared.captured is not None,
+        "captured": prepared.captures,
         "seconds": round(seconds, 3),
         "peak_megabytes": peak_megabytes(run.device),
     }

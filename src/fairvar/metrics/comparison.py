@@ -1,4 +1,4 @@
-"""Models beside each other: ε-fairness, who is worse off, accuracy–variance front."""
+"""Comparisons of models: ε-fairness, clients that are worse off, accuracy–variance front."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FairOrder(NamedTuple):
 def epsilon_fair_order(performance: Numbers, average_loss: Numbers, epsilon: float) -> FairOrder:
     """X = {x : F(x) − min F ≤ ε}; in X, x is fairer than y iff Var(p(x)) < Var(p(y)), ddof 1.
 
-    `performance` is (models, clients); the smallest F given stands in for min F.
+    `performance` is (models, clients); the smallest F given is used for min F.
     """
     p = as_array(performance, "performance")
     F = vector(average_loss, "average_loss")
@@ -35,7 +35,7 @@ def epsilon_fair_order(performance: Numbers, average_loss: Numbers, epsilon: flo
         raise BadInput("performance or average_loss is not finite; leave out untested clients")
     if not epsilon >= 0:
         raise BadInput(f"epsilon = {epsilon} must be ≥ 0 (0 keeps the smallest average loss only)")
-    _, variance = mean_and_variance(p)  # nan for a single client: then nobody is fairer
+    _, variance = mean_and_variance(p)  # nan for a single client: then no model is fairer
     feasible = F - F.min() <= epsilon
     rank = np.where(feasible, np.nan_to_num(variance), math.inf)
     order = np.argsort(rank, kind="stable")[: feasible.sum()]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 DEFINITIONS = {
     "clients": "K: clients with at least one test sample and a finite accuracy",
-    "dropped_clients": "clients left out for want of test samples or of a finite accuracy",
+    "dropped_clients": "clients left out because they have no test samples or no finite accuracy",
     "mean": "(1/K) Σ p_k: every client counts the same",
     "mean_over_samples": "Σ n_k p_k / Σ n_k: every test sample counts the same",
-    "variance_over_clients": "Σ (p_k − mean)² / (K − ddof), in fraction²; ddof 1 unless told",
+    "variance_over_clients": "Σ (p_k − mean)² / (K − ddof), in fraction²; ddof 1 by default",
     "noise_floor": "what finite test sets add to the variance: (1/K) Σ p_k(1 − p_k)/(n_k − 1)",
     "corrected_variance": "variance_over_clients − noise_floor: unbiased for the true accuracies",
     "variance_interval": "studentised bootstrap interval of variance_over_clients",

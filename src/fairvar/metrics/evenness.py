@@ -27,8 +27,8 @@ class Fairness:
       jain, normalised_entropy and cosine_to_ones are 1;
     - fewer than 5 clients: nothing to resample, both intervals are (nan, nan);
     - a client with one test sample: p(1 − p)/(n − 1) is 0/0; the mean of n p(1 − p)/(n − 1) over
-      the clients with more samples stands in. If no client has two, noise and spread cannot be
-      told apart and noise_floor, corrected_variance and its interval are nan;
+      the clients with more samples is used. If no client has two, noise and spread cannot be
+      separated, and noise_floor, corrected_variance and its interval are nan;
     - `samples` not given: those three and mean_over_samples are nan.
     corrected_variance may be negative: that is what makes it unbiased.
     """
@@ -190,7 +190,7 @@ def binomial_noise(p: Floats, n: Numbers) -> Floats:
 
     Clients along the last axis, with n_k ≥ 1 test samples. The only place where a noise floor is
     made. A client with one sample gets the mean of n p(1 − p)/(n − 1) over those that have more;
-    nan if nobody has.
+    nan if no client has.
     """
     n = np.asarray(n, dtype=np.float64)
     several = n >= 2
@@ -204,10 +204,10 @@ def binomial_noise(p: Floats, n: Numbers) -> Floats:
 def mean_and_variance(p: Floats) -> tuple[Floats, Floats]:
     """Mean and sample variance (ddof 1) along the last axis over the clients that were measured.
 
-    nan: of nobody the mean, of nobody or one client the variance.
+    nan: the mean over no client, and the variance over fewer than two.
     """
     measured = np.isfinite(p).sum(-1)
-    with warnings.catch_warnings():  # numpy warns of what is told here by nan
+    with warnings.catch_warnings():  # numpy warns; here nan is the result
         warnings.simplefilter("ignore", RuntimeWarning)
         mean, variance = np.nanmean(p, axis=-1), np.nanvar(p, axis=-1, ddof=1)
     return mean, np.where(measured > 1, variance, math.nan)

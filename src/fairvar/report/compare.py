@@ -26,7 +26,7 @@ from fairvar.runs.trials import Result, late_rounds
 SHOWN = 5  # clients listed on either side
 MODELS = ("global", "local")
 MEANT = {
-    "local": "own: each client's own model after its local work",
+    "local": "local: each client's model after its local work",
     "global": "global: the shared model",
 }
 METRICS = {
@@ -38,7 +38,8 @@ METRICS = {
 
 @lru_cache(maxsize=512)
 def paired(a: Result, b: Result, model: str, late: bool) -> Paired | Late | None:
-    """None where not the same was measured."""
+    """A − B; None if the two have too little in common. `late`: over the last quarter of the rounds
+    instead of at the chosen round."""
     one, other = ((r.late(model) if late else r.seed_accuracy(model)) for r in (a, b))
     return pair(one, other, b.samples())
 
@@ -49,39 +50,39 @@ def federation_name(group: Group) -> str:
     return f"{group.dataset}, {deployed}{group.config.protocol}{alpha}"
 
 
-def beside_fedavg(groups: Sequence[Group]) -> Table | None:
-    """Every method less FedAvg over the last quarter of the rounds, for both models; None without
-    FedAvg, or with fewer than two evaluations there."""
-    rows = [row for group in groups for row in _beside(group)]
+def compared_with_fedavg(groups: Sequence[Group]) -> Table | None:
+    """Every method − FedAvg, averaged over the last quarter of the rounds, for both models; None
+    without FedAvg, or with fewer than two evaluations in these rounds."""
+    rows = [row for group in groups for row in _differences(group)]
     if not rows:
         return None
-    told = {model for group in groups for r in group.results for model in r.trial.models}
-    models = [two for two in (("local", "own"), ("global", "global")) if two[0] in told]
+    known = {model for group in groups for r in group.results for model in r.trial.models}
+    models = [model for model in MEANT if model in known]
     columns = [Column("where", "federation")] + [
-        Column(f"{model}_{metric}", f"{short} {head}")
-        for model, short in models
+        Column(f"{model}_{metric}", f"{model} {head}")
+        for model in models
         for metric, head in (("accuracy", "acc."), ("variance", "var."),
                              ("corrected_variance", "corr."))
     ]  # fmt: skip
     notes = [
         "Test data, the configurations chosen on validation data. Accuracy in points, variances "
         "×100 with what the finite test sets add (var.) and without (corr.); in brackets the 95 % "
-        "interval, paired over seeds and clients. * leaves zero out.",
-        "; ".join(MEANT[model] for model, _ in models) + ".",
-        "Averaged over the evaluated rounds of the last quarter, the same for both sides.",
+        "interval, paired over seeds and clients. *: the interval excludes zero.",
+        "; ".join(MEANT[model] for model in models) + ".",
+        "Averaged over the evaluated rounds of the last quarter, the same for both methods.",
     ]
-    return Table("Every method less FedAvg, late in training", columns, rows, notes)
+    return Table("Every method compared with FedAvg, late in training", columns, rows, notes)
 
 
 def late_differences(results: Sequence[Result]) -> dict[tuple[str, str], Paired | Late]:
-    """By method and model, less FedAvg; where both were evaluated at least twice."""
+    """Every method − FedAvg, late, by (method, model); only if evaluated at least twice there."""
     alive = {r.label: r for r in results if r.at is not None}
     found: dict[tuple[str, str], Paired | Late] = {}
     base = alive.pop("FedAvg", None)
     if base is None:
         return found
     for label, result in alive.items():
-        for model in ("local", "global"):
+        for model in MEANT:
             both_have = all(model in r.trial.models for r in (result, base))
             if both_have and len(result.late(model)) > 1:
                 both = paired(result, base, model, True)
@@ -90,7 +91,7 @@ def late_differences(results: Sequence[Result]) -> dict[tuple[str, str], Paired 
     return found
 
 
-def _beside(group: Group) -> Iterator[Row]:
+def _differences(group: Group) -> Iterator[Row]:
     rows: dict[str, dict[str, str]] = {}
     for (label, model), both in late_differences(group.results).items():
         cells = rows.setdefault(label, {"where": federation_name(group)})
@@ -178,7 +179,7 @@ def _name(group: Group) -> str:
 
 
 def _single(run: StoredRun, model: str | None, late: bool) -> Side:
-    history, which = run.history(), model or run.config.select.model
+    history, which = run.history(with_state=False), model or run.config.select.model
     known = [m for split, m in history.accuracy if split == "test"]
     if model is None and known and which not in known:
         which = known[0]

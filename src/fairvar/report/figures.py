@@ -1,8 +1,7 @@
-"""Pictures of how evenly clients are served. Plain arrays in, a matplotlib `Figure` out.
+"""Figures from plain arrays; every function returns a matplotlib `Figure`.
 
 Accuracies are fractions and variances fraction², as everywhere in fairvar; the axes show percent
-and fraction² × 100, as papers print them. matplotlib is imported where it is used, so that a core
-install does without it; no function touches pyplot or leaves a setting behind.
+and fraction² × 100, as papers print them. See `style` for how matplotlib is used.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -21,28 +20,24 @@ from fairvar.report.style import (
     BASELINE,
     DARK,
     GREY,
+    Axes,
+    Figure,
     Floats,
     as_array,
     demand_some,
-    ink,
-    look,
     new_figure,
+    style_of,
     styled,
+    text_colour,
 )
 from fairvar.report.table import mean_and_standard_error
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-else:  # for those who check types while running
-    Axes = Figure = Any
 
 
 @styled
 def client_accuracies(
     accuracy: Mapping[str, ArrayLike], ylabel: str = "accuracy on the client (%)"
 ) -> Figure:
-    """Clients from worst to best served, a panel per method with the baseline in grey behind it.
+    """Accuracies in increasing order, a panel per method with the baseline in grey behind it.
 
     Accuracies by client, or by (seed, client): then the clients of each seed are ranked, and every
     rank is averaged over seeds. Filled between the two curves: where the method serves that rank
@@ -70,8 +65,8 @@ def client_accuracies(
         panels[0].set_ylim(max(low - room, -1), min(high + room, 101))
     panels[0].set(xlim=(0, 100), xticks=(0, 50, 100))
     figure.supylabel(ylabel, fontsize=8)
-    told = f"grey: {first}; dashed: mean; bar: mean of the worst 10 %"
-    figure.supxlabel(f"clients from worst to best served (%)\n{told}", fontsize=8)
+    legend = f"grey: {first}; dashed: mean; bar: mean of the worst 10 %"
+    figure.supxlabel(f"clients from worst to best served (%)\n{legend}", fontsize=8)
     return figure
 
 
@@ -82,7 +77,7 @@ def _by_seed(values: ArrayLike, label: str) -> Floats:
 
 
 class _Ranked(NamedTuple):
-    """Clients from worst to best served, all in percent."""
+    """Clients in the order of their accuracy, all in percent."""
 
     rank: Floats
     accuracy: Floats
@@ -97,17 +92,17 @@ class _Ranked(NamedTuple):
             return _Ranked(np.zeros(0), np.zeros(0), math.nan, math.nan)
         ranks = [(np.arange(len(row)) + 0.5) / len(row) * 100 for row in seeds]
         rank = max(ranks, key=len)  # seeds may have measured other numbers of clients
-        told = [fairness(row, resamples=0) for row in seeds]
+        scores = [fairness(row, resamples=0) for row in seeds]
         return _Ranked(
             rank,
             np.mean([np.interp(rank, x, 100 * y) for x, y in zip(ranks, seeds, strict=True)], 0),
-            mean_and_standard_error(100 * f.mean for f in told).value,
-            mean_and_standard_error(100 * f.worst_10_percent for f in told).value,
+            mean_and_standard_error(100 * f.mean for f in scores).value,
+            mean_and_standard_error(100 * f.worst_10_percent for f in scores).value,
         )
 
 
 def _accuracy_panel(axes: Axes, label: str, own: _Ranked, base: _Ranked) -> None:
-    colour, both = look(label).colour, len(own.rank) and len(base.rank) and own is not base
+    colour, both = style_of(label).colour, len(own.rank) and len(base.rank) and own is not base
     axes.set_title(label, loc="left", fontweight="bold", color=DARK, pad=13)
     _draw_ranked(axes, base, GREY, 1.0)
     if own is not base:
@@ -119,9 +114,9 @@ def _accuracy_panel(axes: Axes, label: str, own: _Ranked, base: _Ranked) -> None
             axes.fill_between(
                 x, y, behind, where=where, interpolate=True, color=fill, alpha=0.3, lw=0
             )
-    # The digits of the table: the same numbers stand there.
-    told = f"mean {own.mean:.2f}, worst 10 % {own.worst:.2f}" if len(own.rank) else "div."
-    axes.text(0, 1.03, told, transform=axes.transAxes, fontsize=6.5, color=DARK, va="bottom")
+    # With the digits of the table, which shows the same numbers.
+    numbers = f"mean {own.mean:.2f}, worst 10 % {own.worst:.2f}" if len(own.rank) else "div."
+    axes.text(0, 1.03, numbers, transform=axes.transAxes, fontsize=6.5, color=DARK, va="bottom")
 
 
 def _draw_ranked(axes: Axes, curve: _Ranked, colour: str, width: float) -> None:
@@ -138,9 +133,9 @@ def _draw_ranked(axes: Axes, curve: _Ranked, colour: str, width: float) -> None:
 def differences(
     found: Mapping[str, Mapping[str, tuple[float, float, float]]], units: Mapping[str, str]
 ) -> Figure:
-    """What each method gains or loses: (value, low, high) by panel and method, with zero in grey.
+    """Differences with intervals: (value, low, high) by panel and method, with zero in grey.
 
-    Filled marks where the interval leaves zero out. `units`: under each panel.
+    Marks are filled where the interval excludes zero. `units`: the label under each panel.
     """
     demand_some(found, "differences")
     labels = list(dict.fromkeys(label for panel in found.values() for label in panel))
@@ -151,7 +146,7 @@ def differences(
         for row, label in enumerate(labels):
             if label in values:
                 value, low, high = values[label]
-                style, clear = look(label), low > 0 or high < 0
+                style, clear = style_of(label), low > 0 or high < 0
                 axes.plot([low, high], [row, row], color=style.colour, lw=1.2 if clear else 0.7)
                 axes.plot(value, row, style.marker, color=style.colour, ms=4.5,
                           mfc=style.colour if clear else "white")  # fmt: skip
@@ -161,7 +156,7 @@ def differences(
         axes.tick_params(axis="y", length=0)
     panels[0].set_yticks(range(len(labels)), labels)
     for tick, label in zip(panels[0].get_yticklabels(), labels, strict=True):
-        tick.set_color(ink(label))
+        tick.set_color(text_colour(label))
     panels[0].set_ylim(len(labels) - 0.5, -0.5)
     return figure
 
@@ -172,7 +167,7 @@ def partition(
 ) -> Figure:
     """Samples by (client, class): sizes above, each client's mix of classes below, largest first.
 
-    A map rather than stacked bars: it stays readable with 200 classes and needs no 200 colours.
+    A map, because stacked bars of 200 classes would need 200 colours.
     """
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap, PowerNorm
@@ -221,7 +216,6 @@ def _numbers(axes: Axes, numbers: Mapping[str, str]) -> None:
             note.set_in_layout(False)  # or a long list would squeeze the map
 
 
-# --- 4. learning curves --------------------------------------------------------------------------
 @styled
 def learning_curves(
     rounds: ArrayLike,
@@ -230,9 +224,9 @@ def learning_curves(
     high: Mapping[str, ArrayLike] | None = None,
     ylabel: str = "mean accuracy over clients",
 ) -> Figure:
-    """A line per method, whole on the left, its last half enlarged on the right and named there.
+    """A line per method: all rounds on the left, the last half enlarged on the right, with names.
 
-    Values are drawn as they are given. A line that ends in nan is crossed at its last number.
+    Values are drawn as they are given. A line that ends in nan has a cross at its last number.
     """
     demand_some(mean, "mean")
     x = as_array(rounds, "rounds", 1)
@@ -243,7 +237,7 @@ def learning_curves(
     figure = new_figure(6.4, 2.9)
     whole, late = figure.subplots(1, 2)
     for axes, label in product((whole, late), lines):
-        y, kind = lines[label], look(label)
+        y, kind = lines[label], style_of(label)
         axes.plot(x, y, color=kind.colour, ls=kind.dashes, lw=1.2, zorder=3)
         if low and high and label in low and label in high:
             between = as_array(low[label], label, 1), as_array(high[label], label, 1)
@@ -276,9 +270,9 @@ def _name_ends(axes: Axes, ends: Mapping[str, float], x: float) -> None:
     spots = _spread(np.array([goal[k] for k in order]), 9.0, bottom + 2, top - 2)
     for label, spot in zip(order, spots, strict=True):
         height = (spot - bottom) / (top - bottom)
-        leader = {"arrowstyle": "-", "lw": 0.5, "color": look(label).colour, "shrinkA": 1,
+        leader = {"arrowstyle": "-", "lw": 0.5, "color": style_of(label).colour, "shrinkA": 1,
                   "shrinkB": 1, "relpos": (0, 0.5)}  # fmt: skip
-        words: dict[str, Any] = {"va": "center", "fontsize": 7, "color": ink(label)}
+        words: dict[str, Any] = {"va": "center", "fontsize": 7, "color": text_colour(label)}
         if math.isfinite(ends[label]):
             axes.annotate(label, (x, ends[label]), (1.09, height), textcoords="axes fraction",
                           annotation_clip=False, arrowprops=leader, **words)  # fmt: skip
@@ -303,12 +297,11 @@ def _spread(goal: Floats, gap: float, low: float, high: float) -> Floats:
     return np.clip(flat, low, high - steps[-1]) + steps
 
 
-# --- 5. aggregation weights ----------------------------------------------------------------------
 @styled
 def weights_over_rounds(
     weights: ArrayLike, title: str = "", rounds: ArrayLike | None = None
 ) -> Figure:
-    """Who counts how much: weights relative to equal ones, and the effective number of clients.
+    """Weights relative to equal ones, and the effective number of clients.
 
     `rounds`: which round each row belongs to, counted from 1; by default all, in order.
     1 / Σ p_k² for normalised weights p: n if all count the same, 1 if one client decides alone.
@@ -348,7 +341,7 @@ def weights_over_rounds(
 
 
 def _edges(x: Floats) -> Floats:
-    """Borders between the rounds, half way; the outer ones as far as the inner ones."""
+    """Borders half way between the rounds; the outer ones as far away as the inner ones."""
     if len(x) == 1:
         return np.array([x[0] - 0.5, x[0] + 0.5])
     middle = (x[1:] + x[:-1]) / 2

@@ -1,8 +1,9 @@
 """The results of a sweep as one HTML file: no network, no other files, the same bytes each time.
 
-The page forbids itself to load anything (Content-Security-Policy) and runs only the style sheet
-and the script beside this module, by hash. Without the script it still reads: what it adds is
-sorting, tooltips in place of `title`, and the switch between light and dark.
+The jinja2 template `page.html` holds the markup and escapes every text. The page forbids itself to
+load anything (Content-Security-Policy) and runs only `page.css` and `page.js`, by hash. Figures are
+images with data URIs, in which browsers run no script. Without the script the page can still be
+read: it adds sorting, tooltips instead of `title`, and the switch between light and dark.
 """
 
 from __future__ import annotations
@@ -15,28 +16,31 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path, PurePosixPath
+from typing import Any
 from urllib.parse import quote
+
+from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup, escape
 
 from fairvar.errors import BadInput
 from fairvar.metrics import DEFINITIONS
-from fairvar.report.markup import NOTHING, Html, drawing, join, tag, text
-from fairvar.report.page_table import legend, scrolling_table
+from fairvar.report.style import style_of
 from fairvar.report.style import svg as figure_svg
-from fairvar.report.table import Table
+from fairvar.report.table import Cell, Column, Estimate, Table, parts
 from fairvar.runs.store import write_text
 
 __all__ = ["Page", "PageFigure", "Section", "figure_svg", "render_page", "write_page"]
 
-GUIDE, NOTES, FACTS = "how-to-read", "notes", "birth-certificate"
-TOP, TIP, HEARD = "top", "tip", "heard"  # ids that the page itself uses
+GUIDE, NOTES, FACTS = "how-to-read", "notes", "provenance"
+RESERVED = {GUIDE, NOTES, FACTS, "top", "tip", "heard"}  # ids that the template uses
 
 EXPLAINED = (
     ("Accuracy", "mean",
-     "How well people are served on average. A client's accuracy p_k is the share of its own test "
-     "samples that the model gets right; the table shows the mean over the K clients, and a small "
+     "How good the model is on average. A client's accuracy p_k is the share of its test samples "
+     "that the model predicts correctly; the table shows the mean over the K clients, and a small "
      "client counts as much as a large one."),
     ("Variance over clients", "variance_over_clients",
-     "How unevenly they are served: 0 if all clients have the same accuracy. It is printed as "
+     "How uneven the accuracies are: 0 if all clients have the same accuracy. It is printed as "
      "fraction² × 100, so 1.00 means that accuracies scatter by 10 percentage points around "
      "their mean, and 0.25 by 5."),
     ("Noise floor", "noise_floor",
@@ -45,22 +49,22 @@ EXPLAINED = (
      "higher the floor."),
     ("Corrected variance", "corrected_variance",
      "The variance less its noise floor: an unbiased estimate of how much the true accuracies "
-     "differ. Compare methods by this one. Near 0, or slightly below, no unevenness can be told "
-     "from chance."),
+     "differ. Use it to compare methods. Near 0, or slightly below, the accuracies do not differ "
+     "by more than chance."),
 )  # fmt: skip
 SIGNS = (
     "± is the standard error over random seeds; with a single seed there is none. "
     "“div.” means that training did not end in finite numbers, “undef.” that the formula has no "
     "value (the variance of one client), “–” that nothing was measured. "
-    "Hover over a number, tap it, or move to it with Tab and the arrow keys, to see it in full "
-    "with its definition. Click a column's header to sort, twice for the reverse, three times for "
-    "the first order."
+    "Hover over a number, tap it, or move to it with Tab and the arrow keys, to see all its digits "
+    "and its definition. Click a column's header to sort, twice for the reverse order, three times "
+    "for the original order."
 )
 
 
 @dataclass(frozen=True)
 class PageFigure:
-    """`svg` as made by `figure_svg`; `files` are names of the same figure beside the page."""
+    """`svg` as made by `figure_svg`; `files` are names of the same figure in the page's folder."""
 
     svg: str
     caption: str
@@ -69,7 +73,7 @@ class PageFigure:
 
 @dataclass(frozen=True)
 class Section:
-    """One table with its figures. `details` are folded away: name → text, of one line or many."""
+    """One table with its figures. `details` (name → text) are shown folded."""
 
     title: str
     anchor: str
@@ -87,7 +91,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """`facts` are the birth certificate of the whole page: versions, device, seeds, time."""
+    """`facts` are the provenance of the whole page: versions, device, seeds, time."""
 
     title: str
     subtitle: str = ""
@@ -96,7 +100,7 @@ class Page:
     notes: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        seen = {GUIDE, NOTES, FACTS, TOP, TIP, HEARD}
+        seen = set(RESERVED)
         for section in self.sections:
             if section.anchor in seen:
                 raise BadInput(f"anchor {section.anchor!r} is taken; give every section its own")
@@ -105,26 +109,24 @@ class Page:
 
 def render_page(page: Page) -> str:
     """The whole file."""
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_policy()),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", name="generator", content="fairvar"),
-        tag("title", text(page.title)),
-        tag("style", _asset("page.css")),
-        tag("script", _asset("page.js")),
+    contents = [(section.anchor, section.title) for section in page.sections]
+    contents.append((GUIDE, "How to read this"))
+    contents += [(NOTES, "Notes")] if page.notes else []
+    contents += [(FACTS, "Provenance")] if page.facts else []
+    return _template().render(
+        page=page,
+        contents=contents,
+        sections=[_section(section) for section in page.sections],
+        explained=[(name, DEFINITIONS[metric], meaning) for name, metric, meaning in EXPLAINED],
+        signs=SIGNS,
+        policy=_policy(),
+        style=Markup(_asset("page.css")),  # noqa: S704  (our own files)
+        script=Markup(_asset("page.js")),  # noqa: S704
     )
-    main = tag("main", _heading(page), *_parts(page))
-    tip = tag("div", id=TIP, role="tooltip", hidden=True)
-    heard = tag("div", id=HEARD, class_="heard", aria_live="polite")
-    body = tag("body", _bar(page), main, tip, heard, id=TOP)
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 
 def write_page(path: Path | str, page: Page) -> Path:
-    """The page as a file; links to figure files that are not beside it are left out."""
+    """The page as a file; links to figure files that are not in its folder are left out."""
     path = Path(path)
     sections = []
     for section in page.sections:
@@ -137,11 +139,41 @@ def write_page(path: Path | str, page: Page) -> Path:
     return path
 
 
-# --- frame ---------------------------------------------------------------------------------------
+# --- template ------------------------------------------------------------------------------------
+# NUL, other control characters and lone surrogates are not allowed in HTML; they are replaced by a
+# sign that shows that they were there.
+_NO_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
 @cache
-def _asset(name: str) -> Html:
-    """Our own style sheet or script, as it goes into the page."""
-    return Html(resources.files("fairvar.report").joinpath(name).read_text(encoding="utf-8"))
+def _template() -> Template:
+    environment = Environment(
+        autoescape=True,
+        finalize=_printable,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["subscripts"] = _subscripts
+    return environment.from_string(_asset("page.html"))
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return _NO_TEXT.sub("\ufffd", value)
+    return value
+
+
+def _subscripts(text: str) -> Markup:
+    """p_k with a real subscript; longer names such as noise_floor stay as they are."""
+    escaped = str(escape(text))
+    return Markup(re.sub(r"\b([pn])_k\b", r"\1<sub>k</sub>", escaped))  # noqa: S704
+
+
+@cache
+def _asset(name: str) -> str:
+    return resources.files("fairvar.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _policy() -> str:
@@ -155,93 +187,113 @@ def _policy() -> str:
     )
 
 
-def _bar(page: Page) -> Html:
-    """The table of contents, always in sight, and the switch between light and dark."""
-    goals = [(section.anchor, section.title) for section in page.sections]
-    goals.append((GUIDE, "How to read this"))
-    if page.notes:
-        goals.append((NOTES, "Notes"))
-    if page.facts:
-        goals.append((FACTS, "Birth certificate"))
-    links = [tag("li", tag("a", text(name), href=f"#{anchor}")) for anchor, name in goals]
-    switch = tag("button", text("Light or dark"), type="button", class_="theme", hidden=True)
-    nav = tag("nav", tag("ul", *links), aria_label="Contents")
-    return tag("div", nav, switch, class_="bar")
+def _section(section: Section) -> dict[str, Any]:
+    return {
+        "anchor": section.anchor,
+        "title": section.title,
+        "paragraphs": [p for p in re.split(r"\n\s*\n", section.intro) if p.strip()],
+        "table": None if section.table is None else _table(section.table),
+        "figures": [_figure(figure) for figure in section.figures],
+        "details": section.details,
+    }
 
 
-def _heading(page: Page) -> Html:
-    subtitle = tag("p", text(page.subtitle), class_="subtitle") if page.subtitle else NOTHING
-    return tag("header", tag("h1", text(page.title)), subtitle)
+# --- figures -------------------------------------------------------------------------------------
+ENLARGED = 1.25 * 96 / 72  # pixels per point: letters of 8 points are for paper, too small here
+WIDE = 600  # pixels; on a phone such a figure is shrunk less
+_VIEW_BOX = re.compile(r'<svg[^>]* viewBox="0 0 ([0-9.]+) ([0-9.]+)"')
 
 
-def _parts(page: Page) -> Iterator[Html]:
-    for section in page.sections:
-        yield _section(section)
-    yield _guide()
-    if page.notes:
-        items = [tag("li", text(note)) for note in page.notes]
-        yield tag("section", tag("h2", text("Notes")), tag("ul", *items), id=NOTES)
-    if page.facts:
-        title = tag("h2", text("Birth certificate"))
-        yield tag("section", title, _pairs(page.facts), id=FACTS)
+def _figure(figure: PageFigure) -> dict[str, Any]:
+    box = _VIEW_BOX.search(figure.svg)
+    if box is None:
+        raise BadInput("a figure is not SVG with a viewBox; make it with figure_svg")
+    width, height = (float(size) * ENLARGED for size in box.groups())
+    return {
+        "uri": "data:image/svg+xml," + quote(figure.svg, safe=" !$()*+,-./:;=?@[]^_`{|}~"),
+        "caption": figure.caption,
+        "width": f"{width:.0f}",
+        "height": f"{height:.0f}",
+        "wide": width > WIDE,
+        "links": [_link(name) for name in figure.files],
+    }
 
 
-def _guide() -> Html:
-    cards = [
-        tag("article", tag("h3", text(name)), tag("p", _indexed(meaning)),
-            tag("p", _indexed(DEFINITIONS[metric]), class_="formula"))
-        for name, metric, meaning in EXPLAINED
-    ]  # fmt: skip
-    title = tag("h2", text("How to read this"))
-    signs = tag("p", text(SIGNS))
-    return tag("section", title, tag("div", *cards, class_="cards"), signs, id=GUIDE)
-
-
-def _indexed(meaning: str) -> Html:
-    """p_k with a real subscript; longer names such as noise_floor stay as they are."""
-    return Html(re.sub(r"\b([pn])_k\b", r"\1<sub>k</sub>", text(meaning)))
-
-
-def _section(section: Section) -> Html:
-    found = [tag("h2", text(section.title))]
-    found += [tag("p", text(part)) for part in re.split(r"\n\s*\n", section.intro) if part.strip()]
-    if section.table is not None:
-        found += [scrolling_table(section.table), legend(section.table)]
-    if section.figures:
-        figures = (
-            _figure(figure, f"{section.anchor}-{i}") for i, figure in enumerate(section.figures)
-        )
-        found.append(tag("div", *figures, class_="figures"))
-    if section.details:
-        summary = tag("summary", text("Configuration and chosen hyper-parameters"))
-        found.append(tag("details", summary, _pairs(section.details)))
-    return tag("section", *found, id=section.anchor)
-
-
-def _pairs(pairs: Mapping[str, str]) -> Html:
-    def written(value: str) -> Html:
-        return tag("pre", text(value), tabindex="0") if "\n" in value else text(value)
-
-    entries = (
-        tag("div", tag("dt", text(name)), tag("dd", written(value)), class_="pair")
-        for name, value in pairs.items()
-    )
-    return tag("dl", *entries, class_="pairs")
-
-
-def _figure(figure: PageFigure, prefix: str) -> Html:
-    picture = drawing(figure.svg, prefix, figure.caption)
-    box = tag("div", picture, class_="picture", tabindex="0", role="group",
-              aria_label=figure.caption)  # fmt: skip
-    links = join((_download(name) for name in figure.files), " ")
-    files = tag("span", links, class_="files") if figure.files else NOTHING
-    caption = tag("figcaption", tag("span", text(figure.caption)), files)
-    return tag("figure", box, caption)
-
-
-def _download(name: str) -> Html:
+def _link(name: str) -> dict[str, str]:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or re.search(r"[:\\]", name) or not path.name:
         raise BadInput(f"figure file {name!r}: give a name relative to the page's folder")
     kind = path.suffix.lstrip(".").upper() or path.name
-    return tag("a", text(kind), href=quote(name), download=True, aria_label=f"download {name}")
+    return {"name": name, "href": quote(name), "kind": kind}
+
+
+# --- tables --------------------------------------------------------------------------------------
+def _table(table: Table) -> dict[str, Any]:
+    """What the template shows of a table: every number with its definition and all its digits."""
+    meanings = [(column.header, definition(column)) for column in table.columns]
+    first = "the method, in the colour it has in the figures"
+    first = first if table.of == "method" else f"the {table.of}"
+    columns = [{"header": table.of, "kind": "text", "title": f"{table.of}\n{first}"}]
+    for column in table.columns:
+        title = f"{column.header}\n{definition(column)}"
+        columns.append({"header": column.header, "kind": _kind(table, column), "title": title})
+    by_column = [list(_cells(table, column)) for column in table.columns]
+    rows = [
+        {
+            "label": row.label,
+            "colour": style_of(row.label or "-").colour if table.of == "method" else "",
+            "cells": [cells[i] for cells in by_column],
+        }
+        for i, row in enumerate(table.rows)
+    ]
+    return {"title": table.title, "columns": columns, "rows": rows, "notes": table.notes,
+            "meanings": meanings}  # fmt: skip
+
+
+def definition(column: Column) -> str:
+    """What a number of this column is, in words and where known as a formula; never empty."""
+    formula = DEFINITIONS.get(column.metric or column.key, "")
+    if column.definition and formula and formula != column.definition:
+        return f"{column.definition}\n{formula}"
+    return column.definition or formula or column.header
+
+
+def _kind(table: Table, column: Column) -> str:
+    numbers = any(isinstance(cell, Estimate) for cell in table.cells(column))
+    words = any(isinstance(cell, str) for cell in table.cells(column))
+    return "number" if numbers or not words else "text"
+
+
+def _cells(table: Table, column: Column) -> Iterator[dict[str, Any]]:
+    """Only a finite number and a word have a `value`; cells without one are sorted last."""
+    cells = table.cells(column)
+    kind, pairs = _kind(table, column), parts(cells, column.digits)
+    longest = max((error.strip() for _, error in pairs), key=len, default="")
+    for row, cell, (number, error) in zip(table.rows, cells, pairs, strict=True):
+        shown: dict[str, Any] = {"number": number.strip(), "title": None, "value": None}
+        if kind == "text":
+            yield shown | {"value": cell if isinstance(cell, str) else None}
+            continue
+        finite = isinstance(cell, Estimate) and not cell.diverged
+        yield shown | {
+            "title": f"{row.label}: {column.header}\n{full(cell)}\n{definition(column)}",
+            "value": repr(float(cell.value)) if finite else None,  # type: ignore[union-attr]
+            "marked": finite and cell.marked,  # type: ignore[union-attr]
+            # Figure spaces are as wide as digits. Where there is no error, an invisible one as wide
+            # as the longest of the column keeps the decimals in line.
+            "error": f"±\u2007{error.replace(' ', chr(0x2007))}" if error.strip() else "",
+            "blank": f"±\u2007{longest}" if longest else "",
+        }
+
+
+def full(cell: Cell) -> str:
+    """A cell with all its digits."""
+    if cell is None:
+        return "not measured"
+    if isinstance(cell, str):
+        return cell
+    if cell.diverged:
+        return "diverged: not a finite number"
+    if cell.error is None:
+        return f"{float(cell.value)!r}, no standard error"
+    return f"{float(cell.value)!r} ± {float(cell.error)!r} (standard error)"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -60,12 +60,11 @@ Metric = Literal["accuracy", "variance", "corrected_variance"]
 ALIKE, LESS, MORE = "alike", "less", "more"
 FEWEST_SEEDS = 3  # below that an interval over seeds says nothing about other seeds
 VIEWS = (False, True)  # at the chosen rounds; late
-PLAIN = ("AAggFF", "q-FFL", "FairLoss")
 
 
 @dataclass(frozen=True)
-class Sentence:
-    """`left` against each of `right` (all others if empty), in one metric."""
+class PaperClaim:
+    """What the paper says of `left` compared with each of `right` (all others if empty)."""
 
     text: str
     datasets: tuple[str, ...]
@@ -75,42 +74,31 @@ class Sentence:
     right: tuple[str, ...] = ()
 
 
-def _sentences() -> Iterator[Sentence]:
-    variances: tuple[Metric, ...] = ("variance", "corrected_variance")
-    for metric in variances:
-        yield Sentence("FairGrad has the lowest variance", ("cifar10",), "FairGrad", LESS, metric)
-    yield Sentence("FairGrad has the highest accuracy", ("cifar10",), "FairGrad", MORE, "accuracy")
-    metrics: tuple[Metric, ...] = ("accuracy", *variances)
-    for metric in metrics:
-        yield Sentence("all methods are equal", ("mnist",), "FedAvg", ALIKE, metric)
-    for metric in variances:
-        yield Sentence(
-            "AFL's variance is large", ("mnist", "cifar10"), "AFL", MORE, metric, ("FedAvg",)
-        )
-    for metric in metrics:
-        yield Sentence(
-            "FairGrad* is like FedAvg", ("cifar10",), "FairGrad*", ALIKE, metric, ("FedAvg",)
-        )
-    for metric in variances:
-        yield Sentence(
-            "FairGrad is not like FedAvg: lower variance",
-            ("cifar10",), "FairGrad", LESS, metric, ("FedAvg",),
-        )  # fmt: skip
-    for metric in metrics:
-        yield Sentence(
-            "AAggFF, q-FFL and FairLoss are like FedAvg",
-            ("mnist", "cifar10"), "FedAvg", ALIKE, metric, PLAIN,
-        )  # fmt: skip
-
-
-SENTENCES = tuple(_sentences())
+VARIANCES: tuple[Metric, ...] = ("variance", "corrected_variance")
+ALL: tuple[Metric, ...] = ("accuracy", *VARIANCES)
+BOTH, CIFAR10, FEDAVG = ("mnist", "cifar10"), ("cifar10",), ("FedAvg",)
+CLAIMS = tuple(
+    PaperClaim(text, datasets, left, relation, metric, right)
+    for text, datasets, left, relation, metrics, right in (
+        ("FairGrad has the lowest variance", CIFAR10, "FairGrad", LESS, VARIANCES, ()),
+        ("FairGrad has the highest accuracy", CIFAR10, "FairGrad", MORE, ALL[:1], ()),
+        ("all methods are equal", ("mnist",), "FedAvg", ALIKE, ALL, ()),
+        ("AFL's variance is large", BOTH, "AFL", MORE, VARIANCES, FEDAVG),
+        ("FairGrad* is like FedAvg", CIFAR10, "FairGrad*", ALIKE, ALL, FEDAVG),
+        ("FairGrad is not like FedAvg: lower variance", CIFAR10, "FairGrad", LESS, VARIANCES,
+         FEDAVG),
+        ("AAggFF, q-FFL and FairLoss are like FedAvg", BOTH, "FedAvg", ALIKE, ALL,
+         ("AAggFF", "q-FFL", "FairLoss")),
+    )
+    for metric in metrics
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence on one federation; `difference` is left − right of the pair that decides it."""
+    """A claim on one federation; `difference` is left − right of the pair that decides it."""
 
-    sentence: Sentence
+    claim: PaperClaim
     verdict: str
     right: str
     difference: Difference
@@ -118,31 +106,31 @@ class Finding:
 
 
 def judge(
-    sentence: Sentence, results: Sequence[Result], model: str, late: bool = False
+    claim: PaperClaim, results: Sequence[Result], model: str, late: bool = False
 ) -> Finding | None:
     """At the chosen rounds, or `late`: over the last quarter. None if the methods were not run."""
     found = {r.label: r for r in results if r.at is not None}
-    rivals = [r for r in sentence.right or found if r in found and r != sentence.left]
-    if sentence.left not in found or not rivals:
+    rivals = [r for r in claim.right or found if r in found and r != claim.left]
+    if claim.left not in found or not rivals:
         return None
     pairs = {}
     for rival in rivals:
-        both = paired(found[sentence.left], found[rival], model, late)
-        if both is not None and math.isfinite((d := getattr(both, sentence.metric)).value):
+        both = paired(found[claim.left], found[rival], model, late)
+        if both is not None and math.isfinite((d := getattr(both, claim.metric)).value):
             pairs[rival] = d
     if not pairs:
         return None
-    verdict, decides = _verdict(sentence.relation, pairs)
-    return Finding(sentence, verdict, decides, pairs[decides], len(pairs))
+    verdict, decides = _verdict(claim.relation, pairs)
+    return Finding(claim, verdict, decides, pairs[decides], len(pairs))
 
 
 def _verdict(relation: str, pairs: dict[str, Difference]) -> tuple[str, str]:
-    """And the pair that speaks most against the sentence."""
+    """The verdict, and the pair that contradicts the claim most."""
     if relation == ALIKE:
         worst = max(pairs, key=lambda name: _signal(pairs[name]))
         clear = [name for name, d in pairs.items() if d.clear]
-        told = f"not reproduced: clear for {', '.join(clear)}"
-        return (told if clear else "reproduced: no clear difference"), worst
+        against = f"not reproduced: clear for {', '.join(clear)}"
+        return (against if clear else "reproduced: no clear difference"), worst
     sign = 1 if relation == MORE else -1
     worst = min(pairs, key=lambda name: sign * pairs[name].value)
     if all(d.clear and sign * d.value > 0 for d in pairs.values()):
@@ -153,21 +141,21 @@ def _verdict(relation: str, pairs: dict[str, Difference]) -> tuple[str, str]:
 
 
 def _signal(d: Difference) -> float:
-    """How far from zero, in half widths of the interval."""
+    """Distance from zero in half widths of the interval."""
     return abs(d.value) / max((d.high - d.low) / 2, 1e-12)
 
 
 def claims_table(groups: Sequence[Group]) -> Table | None:
-    """Every sentence on every federation of the paper's data sets; None if none of them has seeds
-    enough. Those that have fewer are marked."""
+    """Every claim on every federation of the paper's data sets; None if none of them has enough
+    seeds. Federations with fewer seeds are marked."""
     rows, counts = [], set[int]()
     for group in groups:
         dataset = DATASETS.get(group.source)
         seeds = min(len(r.trial.seeds) for r in group.results)
-        for sentence in SENTENCES:
-            if dataset not in sentence.datasets:
+        for claim in CLAIMS:
+            if dataset not in claim.datasets:
                 continue
-            found = [judge(sentence, group.results, group.criterion.model, v) for v in VIEWS]
+            found = [judge(claim, group.results, group.criterion.model, v) for v in VIEWS]
             if found[0] is not None:
                 rows.append(_row(group, found, seeds))
                 counts.add(seeds)
@@ -181,37 +169,37 @@ def claims_table(groups: Sequence[Group]) -> Table | None:
     )]  # fmt: skip
     notes = [
         "Paired over seeds and clients at the chosen configurations; accuracy in points, variances "
-        "×100. The deciding pair speaks most against the sentence, and the difference is its left "
-        "less its right side.",
-        "late: averaged over the last quarter of the rounds, the same ones for every method, "
-        "instead of each at its chosen round.",
-        "Every interval by itself has 95 %: some of so many look clear by chance. The choice of "
-        "the configurations is not resampled.",
+        "×100. The deciding pair contradicts the claim most; the difference is its left minus its "
+        "right side.",
+        "late: averaged over the last quarter of the rounds, which are the same for every method, "
+        "instead of at the chosen round of each.",
+        "Each interval has 95 %: some of so many exclude zero by chance. The choice of the "
+        "configurations is not resampled.",
     ]
     if min(counts) < FEWEST_SEEDS:
         notes.append(
             f"(few seeds): fewer than {FEWEST_SEEDS}. With one seed the interval is over clients "
-            "alone, and another seed may well give another verdict."
+            "only, and another seed may give another verdict."
         )
-    title = "The paper's sentences, held against these runs"
-    return Table(title, columns, rows, notes, of="sentence")
+    title = "Claims of the paper, tested on these runs"
+    return Table(title, columns, rows, notes, of="claim")
 
 
 def _row(group: Group, found: Sequence[Finding | None], seeds: int) -> Row:
     first = found[0]
     assert first is not None
-    sentence = first.sentence
+    claim = first.claim
     cells = {
         "where": federation_name(group),
         "seeds": str(seeds),
-        "metric": METRICS[sentence.metric],
+        "metric": METRICS[claim.metric],
     }
     for start, finding in zip(("", "late_"), found, strict=True):
         if finding is not None:
             d, few = finding.difference, " (few seeds)" if seeds < FEWEST_SEEDS else ""
             others = "" if finding.pairs == 1 else f" (of {finding.pairs})"
             cells[f"{start}verdict"] = finding.verdict + few
-            cells[f"{start}pair"] = f"{sentence.left} − {finding.right}{others}"
+            cells[f"{start}pair"] = f"{claim.left} − {finding.right}{others}"
             cells[f"{start}difference"] = f"{100 * d.value:+.3f}"
             cells[f"{start}interval"] = f"{100 * d.low:+.3f} to {100 * d.high:+.3f}"
-    return Row(sentence.text, cells)
+    return Row(claim.text, cells)

@@ -1,4 +1,4 @@
-"""The accuracy–variance front, with labels that keep out of each other's way."""
+"""The figure of the accuracy–variance front, with labels that do not overlap."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,19 +15,15 @@ from fairvar.metrics import pareto_front
 from fairvar.report.style import (
     DARK,
     VARIANCE,
+    Axes,
+    Figure,
     Floats,
     demand_some,
-    ink,
-    look,
     new_figure,
+    style_of,
     styled,
+    text_colour,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-else:  # for those who check types while running
-    Axes = Figure = Any
 
 
 @dataclass(frozen=True)
@@ -48,9 +44,9 @@ def front(
 ) -> Figure:
     """Lower right is better. Dots: all configurations; marks: the chosen ones; line: Pareto front.
 
-    The axes are cut to the neighbourhood of the chosen ones, or one diverged configuration would
-    press the rest into a corner; how many lie outside is written above. `model`: whose test
-    accuracy it is.
+    The axes show the neighbourhood of the chosen ones, since one diverged configuration would
+    squeeze the rest into a corner; a note gives the number outside. `model`: for the label of the
+    axis.
     """
     kept = [p for p in points if math.isfinite(p.accuracy) and math.isfinite(p.variance)]
     demand_some(kept, "points (with finite accuracy and variance)")
@@ -59,9 +55,9 @@ def front(
     x, y = np.array([[p.accuracy * 100, p.variance * 100] for p in kept]).T
     for label in dict.fromkeys(p.label for p in kept):  # a call per point makes a large file
         mine = np.array([p.label == label for p in kept])
-        axes.plot(x[mine], y[mine], "o", ms=2.8, mew=0, color=look(label).colour, alpha=0.45)
+        axes.plot(x[mine], y[mine], "o", ms=2.8, mew=0, color=style_of(label).colour, alpha=0.45)
     for p in kept:
-        kind = look(p.label)
+        kind = style_of(p.label)
         if p.chosen:
             axes.errorbar(
                 p.accuracy * 100, p.variance * 100, _percent(p.variance_error),
@@ -77,8 +73,8 @@ def front(
     axes.set_ylim(bottom, top)
     outside = len(points) - int(((x >= left) & (x <= right) & (y >= bottom) & (y <= top)).sum())
     if outside:
-        told = f"{outside} of {len(points)} configurations outside the axes or diverged"
-        axes.set_title(told, loc="right", fontsize=6.5, color=DARK)
+        note = f"{outside} of {len(points)} configurations outside the axes or diverged"
+        axes.set_title(note, loc="right", fontsize=6.5, color=DARK)
     test, of = ("test ", f", {model}") if model else ("", "")
     axes.set(xlabel=f"mean {test}accuracy over clients (%){of}", ylabel=VARIANCE)
     figure.draw_without_rendering()
@@ -135,7 +131,7 @@ def _place_labels(axes: Axes, points: Sequence[Point]) -> None:
     for p in sorted(points, key=lambda p: (p.accuracy, p.variance, p.label)):
         place = (100 * p.accuracy, 100 * p.variance)
         centre = axes.transData.transform(place)
-        words: dict[str, Any] = {"fontsize": 7, "color": ink(p.label), "ha": "center"}
+        words: dict[str, Any] = {"fontsize": 7, "color": text_colour(p.label), "ha": "center"}
         trial = axes.text(0, 0, p.label, va="center", **words)
         half = np.array(trial.get_window_extent().size) / 2
         trial.remove()
@@ -148,7 +144,13 @@ def _place_labels(axes: Axes, points: Sequence[Point]) -> None:
             if bad + 1 < least:
                 best, found, least = (r, *((middle - centre) / pixel)), box, bad
         taken.append(found)
-        leader = {"arrowstyle": "-", "lw": 0.5, "color": ink(p.label), "shrinkA": 0, "shrinkB": 3}
+        leader = {
+            "arrowstyle": "-",
+            "lw": 0.5,
+            "color": text_colour(p.label),
+            "shrinkA": 0,
+            "shrinkB": 3,
+        }
         axes.annotate(
             p.label, place, best[1:], textcoords="offset points", va="center", zorder=5, **words,
             arrowprops=leader if best[0] > 4 else None,

@@ -5,17 +5,22 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
 
 from rich import box
+from rich.align import Align
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from fairvar.errors import unknown
 from fairvar.report.table import DIVERGED, Cell, Column, Estimate, Table, parts
+
+UNLIMITED = 100_000  # characters in a line
 
 
 def _marked(cell: Cell) -> bool:
@@ -35,12 +40,13 @@ def _two_lines(number: str, error: str) -> str:
     return number.rjust(wide) + (f"\n{'± ' + error:>{wide}}" if error.strip() else "")
 
 
-def _words(table: Table, column: Column) -> bool:
-    """A column that holds words and no numbers is read from the left."""
+def _words(table: Table, column: Column) -> list[str]:
+    """The texts of a column that holds words and no numbers, which is aligned left; else none."""
     cells = table.cells(column)
-    return any(isinstance(c, str) for c in cells) and not any(
-        isinstance(c, Estimate) for c in cells
-    )
+    numbers = any(isinstance(cell, Estimate) for cell in cells)
+    if numbers or not any(isinstance(cell, str) for cell in cells):
+        return []
+    return [number.strip() for number, _ in parts(cells, column.digits)]
 
 
 def _lines(table: Table, column: Column) -> list[str]:
@@ -49,106 +55,87 @@ def _lines(table: Table, column: Column) -> list[str]:
 
 # --- terminal ------------------------------------------------------------------------------------
 class _Fitting(RichTable):
-    """A rich table that, once it knows its width, picks the widest of three layouts that fits.
-
-    Errors beside the numbers; errors below them; one line per cell. Title and notes use the whole
-    width of the terminal, which may be more than the table's.
-    """
+    """Picks the widest of three layouts that fits the terminal: errors next to the numbers; errors
+    below them; one line per cell. Title and notes use the whole width of the terminal."""
 
     source: Table
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[Text | RichTable]:
-        table, width = self.source, options.max_width
-        yield Text(table.title, style="bold")
-        yield (
-            _grid(table, _line, width) or _grid(table, _two_lines, width) or _stacked(table, width)
-        )
-        for note in table.footnotes():
+        yield Text(self.source.title, style="bold")
+        yield self._layout(console, options)
+        for note in self.source.footnotes():
             yield Text(note, style="dim")
+
+    def _layout(self, console: Console, options: ConsoleOptions) -> RichTable:
+        for write, fold in product((_line, _two_lines), (False, True)):
+            grid = _grid(self.source, write, fold)
+            size = Measurement.get(console, options.update_width(UNLIMITED), grid)
+            if (size.minimum if fold else size.maximum) <= options.max_width:
+                return grid
+        return _stacked(self.source, options.max_width)
 
 
 def to_rich(table: Table) -> RichTable:
-    """For `Console.print`: fits 40 columns as well as 80, best values bold, notes folded below."""
+    """For `Console.print`: fits 40 columns as well as 80, best values bold, notes below."""
     fitting = _Fitting()
     fitting.source = table
     return fitting
 
 
-def _grid(table: Table, write: Callable[[str, str], str], width: int) -> RichTable | None:
-    """Headers and columns of words fold if they must, numbers never do; None if it cannot fit."""
-    headers = ["", *(column.header for column in table.columns)]
-    words = [False, *(_words(table, column) for column in table.columns)]
-    columns = [[row.label for row in table.rows]]
-    for column in table.columns:
-        columns.append([write(*pair) for pair in parts(table.cells(column), column.digits)])
-    widths = _widths(headers, columns, words, width)
-    if widths is None:
-        return None
-    # SIMPLE_HEAD has a blank between columns, which together with one of padding is the gap
+def _grid(table: Table, write: Callable[[str, str], str], fold: bool) -> RichTable:
+    """`fold`: headers and the widest column of words are folded as far as needed; numbers never."""
+    # SIMPLE_HEAD has a blank between columns, which together with one of padding is the gap.
     grid = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for header, wide, word in zip(headers, widths, words, strict=True):
-        grid.add_column(Text(header, justify="left" if word else "right"), width=wide)
-    for i, row in enumerate(table.rows):
-        cells = zip(columns[1:], widths[1:], words[1:], table.columns, strict=True)
-        texts = [
-            Text(lines[i].strip()) if word else _text(lines[i], wide, row.cells.get(c.key))
-            for lines, wide, word, c in cells
-        ]
-        grid.add_row(Text(row.label, no_wrap=True), *texts)
+    grid.add_column("", no_wrap=True, min_width=_widest([row.label for row in table.rows]))
+    columns: list[list[RenderableType]] = [[Text(row.label) for row in table.rows]]
+    widest = max(table.columns, key=lambda column: _widest(_words(table, column)), default=None)
+    for column in table.columns:
+        cells = table.cells(column)
+        lines, header = [write(*two) for two in parts(cells, column.digits)], column.header
+        if texts := _words(table, column):
+            free = column is widest or not fold
+            least = _widest([word for text in (header, *texts) for word in text.split()])
+            width = None if free else _widest([header, *texts])
+            grid.add_column(Text(header), min_width=least, width=width)
+            columns.append([Text(text) for text in texts])
+            continue
+        least = _widest([*header.split(), *lines])
+        width = least if fold else None
+        grid.add_column(Text(header, justify="right"), min_width=least, width=width)
+        # Not by the column: rich would strip the blanks that stand for a missing standard error.
+        columns.append([
+            Align.right(Text(line, style="bold" if _marked(cell) else "", no_wrap=True))
+            for line, cell in zip(lines, cells, strict=True)
+        ])  # fmt: skip
+    for row in zip(*columns, strict=True):
+        grid.add_row(*row)
     return grid
-
-
-def _widths(
-    headers: list[str], columns: list[list[str]], words: list[bool], width: int
-) -> list[int] | None:
-    """Of each column: as wide as it likes; else as narrow as it can, the rest to the words."""
-    least, full = [], []
-    for header, cells, word in zip(headers, columns, words, strict=True):
-        whole = [cell.strip() if word else cell for cell in cells]
-        least.append(_widest(header.split() + (" ".join(whole).split() if word else whole)))
-        full.append(_widest([header, *whole]))
-    spare = width - 2 * (len(headers) - 1)
-    if sum(full) <= spare:
-        return full
-    spare -= sum(least)
-    for i in (i for i, word in enumerate(words) if word):
-        more = max(0, min(spare, full[i] - least[i]))
-        least[i], spare = least[i] + more, spare - more
-    return least if spare >= 0 else None
 
 
 def _widest(texts: Sequence[str]) -> int:
     return max((cell_len(line) for text in texts for line in text.split("\n")), default=1)
 
 
-def _text(lines: str, width: int, cell: Cell) -> Text:
-    # aligned by hand: rich strips the blanks that stand for a missing standard error
-    right = (" " * (width - cell_len(line)) + line for line in lines.split("\n"))
-    return Text("\n".join(right), style="bold" if _marked(cell) else "", no_wrap=True)
-
-
 def _stacked(table: Table, width: int) -> RichTable:
     """One line per cell: what is left in a very narrow terminal."""
-    numbers = [
-        _line(*parts([cell], column.digits)[0])
-        for column in table.columns
-        for cell in table.cells(column)
-        if isinstance(cell, Estimate)
-    ]
+    shown = {column.key: [_line(*parts([cell], column.digits)[0]) for cell in table.cells(column)]
+             for column in table.columns}  # fmt: skip
+    numbers = [line for column in table.columns
+               for line, cell in zip(shown[column.key], table.cells(column), strict=True)
+               if isinstance(cell, Estimate)]  # fmt: skip
     names = _widest([row.label for row in table.rows] + ["  " + c.header for c in table.columns])
     names = min(names, max(1, width - 1 - _widest(numbers)))
     grid = RichTable(box=None, pad_edge=False, show_header=False, padding=(0, 1, 0, 0))
-    grid.add_column(width=names)
-    grid.add_column(width=max(1, width - 1 - names))
-    for row in table.rows:
-        grid.add_row(Text(row.label, style="bold", overflow="fold"), "")
-        for c in table.columns:
-            cell = row.cells.get(c.key)
-            value = _line(*parts([cell], c.digits)[0])
-            shown = Text(value, style="bold" if _marked(cell) else "", overflow="fold")
-            grid.add_row(Padding(Text(c.header, overflow="fold"), (0, 0, 0, 2)), shown)
+    grid.add_column(width=names, overflow="fold")
+    grid.add_column(width=max(1, width - 1 - names), overflow="fold")
+    for i, row in enumerate(table.rows):
+        grid.add_row(Text(row.label, style="bold"), "")
+        for column in table.columns:
+            style = "bold" if _marked(row.cells.get(column.key)) else ""
+            name = Padding(Text(column.header), (0, 0, 0, 2))
+            grid.add_row(name, Text(shown[column.key][i], style=style))
     return grid
 
 
@@ -174,7 +161,7 @@ def to_markdown(table: Table) -> str:
             [_md(column.header), *(x.strip() if _words(table, column) else x for x in bold)]
         )
     wide = [max(3, *map(len, column)) for column in columns]
-    left = [True, *(_words(table, column) for column in table.columns)]
+    left = [True, *(bool(_words(table, column)) for column in table.columns)]
     lines = [
         "| " + " | ".join(map(_place, line, wide, left)) + " |"
         for line in zip(*columns, strict=True)
@@ -200,16 +187,24 @@ def _md(text: str) -> str:
 def to_csv(table: Table) -> str:
     """Every number in full precision, its standard error in a column of its own.
 
-    A cell never measured is empty; a diverged one says "div.", so that a reader who averages the
-    column stumbles instead of skipping it.
+    A cell that was not measured is empty; a diverged one is "div.", so that averaging the column
+    fails instead of skipping it.
     """
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
+    return write_csv(csv_rows(table))
+
+
+def csv_rows(table: Table) -> Iterator[list[str]]:
+    """The header, then one row for each row of the table."""
     keys = [(column.key, f"{column.key}_standard_error") for column in table.columns]
-    writer.writerow(["label", *(key for pair in keys for key in pair)])
+    yield ["label", *(key for pair in keys for key in pair)]
     for row in table.rows:
         cells = (_csv(row.cells.get(column.key)) for column in table.columns)
-        writer.writerow([row.label, *(text for pair in cells for text in pair)])
+        yield [row.label, *(text for pair in cells for text in pair)]
+
+
+def write_csv(rows: Iterable[Sequence[object]]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue()
 
 

@@ -1,9 +1,9 @@
-"""From results to figures: the arrays that `figures` draws."""
+"""Figures of the chosen configurations: the arrays for `figures` and `pareto`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,14 +12,11 @@ from fairvar.report import figures
 from fairvar.report.compare import late_differences
 from fairvar.report.pareto import Point, front
 from fairvar.report.result_tables import noise_floor
+from fairvar.report.style import Figure
 from fairvar.report.table import mean_and_standard_error
 from fairvar.runs.trials import Result, Trial
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-NAMES = {"local": "own models", "global": "global model"}
+NAMES = {"local": "local models", "global": "global model"}
 
 
 def accuracy_figure(results: Sequence[Result], model: str = "global") -> Figure:
@@ -57,8 +54,8 @@ def curves_figure(results: Sequence[Result], model: str = "global") -> Figure:
     return figures.learning_curves(rounds, mean, low, high, label)
 
 
-def beside_figure(results: Sequence[Result]) -> Figure | None:
-    """Every method less FedAvg, late; None where there is nothing to draw."""
+def fedavg_figure(results: Sequence[Result]) -> Figure | None:
+    """Every method − FedAvg, late; None if there is nothing to draw."""
     found = late_differences(results)
     panels, units = {}, {}
     for model in ("local", "global"):
@@ -75,7 +72,7 @@ def beside_figure(results: Sequence[Result]) -> Figure | None:
 
 
 def weights_figure(result: Result) -> Figure:
-    """The server's weights of the first seed, in the rounds of which they were kept."""
+    """The server's weights of the first seed, in the rounds whose weights were stored."""
     history = result.trial.histories[0]
     title = f"{result.label}, weights, seed {result.trial.seeds[0]}"
     return figures.weights_over_rounds(history.weights.numpy(), title, history.observed.numpy() + 1)
@@ -85,14 +82,8 @@ def _point(trial: Trial, at: int, model: str) -> Point:
     found = trial.test(model, at)
     accuracy = mean_and_standard_error(f.mean for f in found)
     variance = mean_and_standard_error(f.variance_over_clients for f in found)
-    return Point(
-        trial.label,
-        accuracy.value,
-        variance.value,
-        True,
-        accuracy.standard_error,
-        variance.standard_error,
-    )
+    errors = accuracy.standard_error, variance.standard_error
+    return Point(trial.label, accuracy.value, variance.value, True, *errors)
 
 
 def partition_figure(name: str, counts: np.ndarray, passport: Mapping[str, Any]) -> Figure:

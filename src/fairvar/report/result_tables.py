@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from fairvar.metrics import Fairness, variance_in_units
-from fairvar.metrics.paired import pair
+from fairvar.report.compare import paired
 from fairvar.report.paper import Printed
-from fairvar.report.render import render
+from fairvar.report.render import csv_rows, render, write_csv
 from fairvar.report.table import DIVERGED, UNDEFINED, Cell, Column, Estimate, Row, Table, over_seeds
 from fairvar.runs.results import Group
 from fairvar.runs.trials import Result
 
+WHICH = {
+    "global": "the global model",
+    "local": "the local models (each client's after its local work)",
+}
+
 
 def result_columns(primary: str, validation: bool = True) -> tuple[Column, ...]:
-    """Columns for the model that the protocol is about; the other model stands behind it."""
-    which = {"global": "the global model", "local": "each client's own model after its local work"}
+    """Columns for the model that the protocol evaluates, then two for the other model."""
     other = "local" if primary == "global" else "global"
-    short = {"global": "global", "local": "own"}[other]
     return (
-        Column("accuracy", "accuracy %", 2, f"mean over clients, test data, of {which[primary]}",
+        Column("accuracy", "accuracy %", 2, f"mean over clients, test data, of {WHICH[primary]}",
                "mean"),
         Column("variance", "variance ×100", 3,
                "sample variance over clients (ddof 1) of that accuracy, fraction² × 100",
@@ -39,14 +41,14 @@ def result_columns(primary: str, validation: bool = True) -> tuple[Column, ...]:
                "corrected_variance_interval"),
         Column("worst", "worst 10 %", 2, "mean accuracy of the worst tenth of the clients",
                "worst_10_percent"),
-        Column("other_accuracy", f"{short} acc. %", 2, f"test accuracy of {which[other]}",
+        Column("other_accuracy", f"{other} acc. %", 2, f"test accuracy of {WHICH[other]}",
                "mean"),
-        Column("other_variance", f"{short} var.", 3, f"variance over clients for {which[other]}",
+        Column("other_variance", f"{other} var.", 3, f"variance over clients for {WHICH[other]}",
                "variance_over_clients"),
         Column("window_accuracy", "window acc. %", 2,
                "the accuracy averaged over the evaluated rounds around the chosen one, a quarter "
-               "of the run: how far the chosen round was lucky", "mean"),
-        Column("window_variance", "window var.", 3, "the variance, averaged likewise",
+               "of the run: shows whether the chosen round was lucky", "mean"),
+        Column("window_variance", "window var.", 3, "the variance, averaged in the same way",
                "variance_over_clients"),
         Column("paper_accuracy", "paper acc. %", 2, "the accuracy that the paper prints"),
         Column("paper_variance", "paper var.", 2, "the variance that the paper prints"),
@@ -106,9 +108,9 @@ def _row(
     ahead = {key for key, label in marks.items() if label == result.label}
     other = "local" if primary == "global" else "global"
     if other in result.trial.models:
-        beside = result.trial.test(other, result.at)
-        cells["other_accuracy"] = over_seeds(100 * f.mean for f in beside)
-        cells["other_variance"] = _x100(f.variance_over_clients for f in beside)
+        others = result.trial.test(other, result.at)
+        cells["other_accuracy"] = over_seeds(100 * f.mean for f in others)
+        cells["other_variance"] = _x100(f.variance_over_clients for f in others)
     return Row(
         result.label,
         {
@@ -138,19 +140,18 @@ def _interval(seeds: Sequence[Fairness]) -> str:
 
 def _marks(results: Sequence[Result], primary: str) -> dict[str, str | None]:
     """Per column the method that is ahead of every other one by more than the paired interval."""
-    tables = {r.label: r.seed_accuracy(primary) for r in results if r.at is not None}
+    alive = [result for result in results if result.at is not None]
     found: dict[str, str | None] = {"accuracy": None, "variance": None, "corrected": None}
-    for label, table in tables.items():
-        rivals = [t for name, t in tables.items() if name != label]
-        pairs = [pair(table, t, results[0].samples()) for t in rivals]
-        ahead = {  # nobody is ahead of a method that cannot be compared
+    for result in alive:
+        pairs = [paired(result, other, primary, False) for other in alive if other is not result]
+        ahead = {  # no method is ahead of one that cannot be compared
             "accuracy": [d is not None and d.accuracy.low > 0 for d in pairs],
             "variance": [d is not None and d.variance.high < 0 for d in pairs],
             "corrected": [d is not None and d.corrected_variance.high < 0 for d in pairs],
         }
         for key, won in ahead.items():
             if won and all(won):
-                found[key] = label
+                found[key] = result.label
     return found
 
 
@@ -161,20 +162,18 @@ def noise_floor(results: Sequence[Result], model: str = "global") -> float:
 
 
 # --- several federations -------------------------------------------------------------------------
-SHOWN = (("accuracy", "acc. %", 2), ("variance", "var. ×100", 3), ("corrected", "corr.", 3))
-FORMULAS = {"accuracy": "mean", "variance": "variance_over_clients",
-            "corrected": "corrected_variance"}  # fmt: skip
-MEANING = {
-    "accuracy": "mean over clients on test data ± standard error over seeds",
-    "variance": "sample variance over clients, fraction² × 100",
-    "corrected": "the variance less what finite test sets add by chance",
-}
-WHICH = {"global": "the global model", "local": "each client's own model after its local work"}
-
-Numbered = Sequence[tuple[Group, Table]]  # groups with the tables that were made of them
+SHOWN = (
+    Column("accuracy", "acc. %", 2, "mean over clients on test data ± standard error over seeds",
+           "mean"),
+    Column("variance", "var. ×100", 3, "sample variance over clients, fraction² × 100",
+           "variance_over_clients"),
+    Column("corrected", "corr.", 3, "the variance less what finite test sets add by chance",
+           "corrected_variance"),
+)  # fmt: skip
+WithTables = Sequence[tuple[Group, Table]]  # every group with its result table
 
 
-def overviews(groups: Numbered) -> list[Table]:
+def overviews(groups: WithTables) -> list[Table]:
     """A table for every data set, protocol and model that has several federations."""
     kinds: dict[tuple[str, ...], list[tuple[Group, Table]]] = {}
     for group, table in groups:
@@ -183,64 +182,56 @@ def overviews(groups: Numbered) -> list[Table]:
     return [_overview(members) for members in kinds.values() if len(members) > 1]
 
 
-def _overview(members: Numbered) -> Table:
+def _overview(members: WithTables) -> Table:
     first = members[0][0]
     columns: list[Column] = []
     cells: dict[str, dict[str, Cell]] = {}
     alphas = [group.alpha for group, _ in members]
     for place, (group, table) in enumerate(members):
-        told = group.alpha is not None and alphas.count(group.alpha) == 1
-        name = f"α {group.alpha:g}" if told else f"federation {place + 1}"
-        for key, header, digits in SHOWN:
-            column = Column(f"{key}-{place}", f"{name}: {header}", digits, metric=FORMULAS[key])
-            columns.append(column)
+        unique = group.alpha is not None and alphas.count(group.alpha) == 1
+        name = f"α {group.alpha:g}" if unique else f"federation {place + 1}"
+        for column in SHOWN:
+            key, header = f"{column.key}-{place}", f"{name}: {column.header}"
+            columns.append(replace(column, key=key, header=header, definition=""))
             for row in table.rows:
-                cells.setdefault(row.label, {})[f"{key}-{place}"] = row.cells.get(key)
+                cells.setdefault(row.label, {})[key] = row.cells.get(column.key)
     runs = sum(len(group.births) for group, _ in members)
     return Table(
         f"{first.dataset}, {'deployed, ' * ('deployed' in first.kind)}protocol "
         f"{first.config.protocol}: {WHICH[first.criterion.model]}",
         columns,
         [Row(label, found) for label, found in cells.items()],
-        [*(f"{header}: {MEANING[key]}" for key, header, _ in SHOWN),
+        [*(f"{column.header}: {column.definition}" for column in SHOWN),
          f"{runs} runs. Bold: ahead of every other method by more than the paired 95 % interval."],
     )  # fmt: skip
 
 
-def overview_files(groups: Numbered) -> dict[str, str]:
-    """`table.md` and `table.tex` as a paper has them, `table.csv` with every number of every
-    federation, one method a line."""
+def overview_files(groups: WithTables) -> dict[str, str]:
+    """`table.md` and `table.tex` in the form of a paper's table, `table.csv` with every number, one
+    row for each federation and method."""
     found = overviews(groups)
     if not found:
         return {}
     return {
         "table.md": "\n".join(render(table, "markdown") for table in found),
         "table.tex": "\n".join(render(table, "latex") for table in found),
-        "table.csv": _long(groups),
+        "table.csv": write_csv(_all_rows(groups)),
     }
 
 
-def _long(groups: Numbered) -> str:
-    names = list(dict.fromkeys(column.key for _, table in groups for column in table.columns))
-    lines: list[str] = []
-    for group, table in groups:
-        known = {column.key: column for column in table.columns}
-        same = Table(table.title, [known.get(n, Column(n, n)) for n in names], table.rows)
-        head, *rows = render(same, "csv").splitlines()
-        about = _about(group)
-        if not lines:
-            lines.append(f"{','.join(about)},{head}")
-        lines += [f"{','.join(about.values())},{row}" for row in rows]
-    return "\n".join(lines) + "\n"
+def _all_rows(groups: WithTables) -> Iterator[list[str]]:
+    """The rows of all tables, with the columns of all of them, headed once."""
+    keys = list(dict.fromkeys(column.key for _, table in groups for column in table.columns))
+    for place, (group, table) in enumerate(groups):
+        head, *rows = csv_rows(Table("", [Column(key, key) for key in keys], table.rows))
+        if place == 0:
+            yield ["dataset", "protocol", "model", "alpha", *head]
+        about = [group.dataset, group.config.protocol, group.criterion.model, _alpha(group)]
+        yield from ([*about, *row] for row in rows)
 
 
-def _about(group: Group) -> Mapping[str, str]:
-    return {
-        "dataset": group.dataset,
-        "protocol": group.config.protocol,
-        "model": group.criterion.model,
-        "alpha": "" if group.alpha is None else f"{group.alpha:g}",
-    }
+def _alpha(group: Group) -> str:
+    return "" if group.alpha is None else f"{group.alpha:g}"
 
 
 # --- single clients ------------------------------------------------------------------------------
@@ -249,21 +240,15 @@ HEAD = ("dataset", "protocol", "alpha", "method", "chosen", "seed", "client", "t
 
 
 def clients_csv(groups: Sequence[Group]) -> str:
-    """Right answers as counts: exact, and short."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(HEAD)
-    for group in groups:
-        writer.writerows(_rows(group))
-    return out.getvalue()
+    """Every client's test accuracy at the chosen round as an exact count of right answers."""
+    return write_csv(chain([HEAD], *(_rows(group) for group in groups)))
 
 
 def _rows(group: Group) -> Iterator[tuple[object, ...]]:
-    alpha = "" if group.alpha is None else f"{group.alpha:g}"
     for result in group.results:
         if result.at is None:
             continue
-        about = (group.dataset, group.config.protocol, alpha, result.label)
+        about = (group.dataset, group.config.protocol, _alpha(group), result.label)
         chosen, samples = result.trial.describe(result.at), result.samples()
         for seed, history in zip(result.trial.seeds, result.trial.histories, strict=True):
             nothing = np.full(len(samples), np.nan)  # of a model that was not measured
@@ -278,5 +263,5 @@ def _rows(group: Group) -> Iterator[tuple[object, ...]]:
 
 
 def _count(accuracy: float, samples: int) -> int | str:
-    """Empty for a client that has no test samples, or was not there."""
+    """Empty for a client without test samples, or that did not take part."""
     return "" if accuracy != accuracy else round(float(accuracy) * samples)

@@ -1,7 +1,7 @@
-"""How every figure looks: colours and markers of the methods, style, and files on disk.
+"""The style of all figures (colours and markers of the methods, fonts), and figures as files.
 
-matplotlib is imported where it is used, so that a core install does without it; nothing touches
-pyplot or leaves a setting behind.
+matplotlib is imported inside the functions, because a core install does not have it. pyplot is not
+used, and matplotlib's settings are restored.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from fairvar.errors import BadInput
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-else:  # for those who check types while running
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+else:  # type checks at run time do not need matplotlib
     Axes = Figure = Any
 
 Floats = NDArray[np.float64]
@@ -32,7 +32,7 @@ P = ParamSpec("P")
 
 BASELINE = "FedAvg"
 GREY, DARK = "#7f7f7f", "#333333"
-# Okabe and Ito's colours, told apart with all common kinds of colour blindness; with a marker each.
+# Okabe and Ito's colours, distinct with all common kinds of colour blindness, and a marker each.
 FAMILIES = {
     BASELINE: (GREY, "o"),
     "AFL": ("#009E73", "^"),
@@ -62,36 +62,36 @@ VARIANCE = "variance over clients (fraction² × 100)"
 
 
 @dataclass(frozen=True)
-class Look:
-    """How a method is drawn, in every figure the same."""
+class LineStyle:
+    """How a method is drawn in every figure."""
 
     colour: str
     marker: str
     dashes: str | tuple[int, tuple[float, ...]]
 
 
-def look(label: str) -> Look:
+def style_of(label: str) -> LineStyle:
     """By the first word of the label. "FairLoss*" is FairLoss, darker and dashed."""
     word = re.split(r"[\s(]", label.strip())[0]
     family = word.rstrip("*")
     colour, marker = FAMILIES.get(family) or OTHERS[zlib.crc32(family.encode()) % len(OTHERS)]
     if not word.endswith("*"):
-        return Look(colour, marker, "-")
-    return Look(_darker(colour, 0.55), marker, (0, (4, 1.2)))
+        return LineStyle(colour, marker, "-")
+    return LineStyle(_darker(colour, 0.55), marker, (0, (4, 1.2)))
 
 
 def _darker(colour: str, part: float) -> str:
     return "#" + "".join(f"{int(int(colour[i : i + 2], 16) * part):02x}" for i in (1, 3, 5))
 
 
-def ink(label: str) -> str:
-    """The colour of a method's name: its own, dark enough to read small on white."""
-    colour = look(label).colour
+def text_colour(label: str) -> str:
+    """The colour of a method's name: the method's, dark enough for small letters on white."""
+    colour = style_of(label).colour
     return colour if label.split("(")[0].strip().endswith("*") else _darker(colour, 0.8)
 
 
 def require_matplotlib() -> None:
-    """Raises `BadInput` if there is no matplotlib: to be asked before an hour of training."""
+    """Raises `BadInput` if there is no matplotlib; call it before an hour of training."""
     try:
         import matplotlib.style  # noqa: F401
     except ImportError:
@@ -100,7 +100,7 @@ def require_matplotlib() -> None:
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """Our settings on matplotlib's defaults, whatever the caller's own are; then as before."""
+    """Uses our settings on top of matplotlib's defaults; restores the caller's settings."""
     require_matplotlib()
     from matplotlib import style
 
@@ -113,7 +113,7 @@ def styled(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> Figure:
         with _style():
             figure = draw(*args, **kwargs)
-            # the layout is settled here once: saving twice, or as PDF, must not move anything
+            # The layout is fixed here: saving twice, or as PDF, must not move anything.
             figure.draw_without_rendering()
             figure.set_layout_engine("none")
             return figure
@@ -128,7 +128,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, folder: Path | str, stem: str) -> list[Path]:
-    """`stem`.png and `stem`.pdf; without dates, so that equal figures are equal files."""
+    """Writes `stem`.png and `stem`.pdf, without dates, so that equal figures are equal files."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     nothing = {"png": ("Software",), "pdf": ("Creator", "Producer", "CreationDate")}
@@ -142,7 +142,7 @@ def save(figure: Figure, folder: Path | str, stem: str) -> list[Path]:
 
 
 def _to_palette(png: Path) -> None:
-    """Our drawings have few colours: with a table of 128 the file is a third as large."""
+    """Uses a palette of 128 colours: figures have few, and the file is a third as large."""
     from PIL import Image  # matplotlib needs it as well
 
     with Image.open(png) as picture:
@@ -150,12 +150,15 @@ def _to_palette(png: Path) -> None:
     plain.save(png, optimize=True)
 
 
-_PATH = re.compile(r' d="[^"]*"')
+_PLACES = re.compile(r' (?:d|x|y)="[^"]*"')
 _MORE_DIGITS = re.compile(r"(\.\d\d)\d+")  # a hundredth of a point is enough, and half the size
+_NOT_DRAWN = re.compile(
+    r"<\?xml.*?\?>|<!DOCTYPE.*?>|<!--.*?-->|<metadata>.*?</metadata>", re.DOTALL
+)
 
 
 def svg(figure: Figure) -> str:
-    """The figure as SVG text: letters as outlines, so that it needs no font where it is read.
+    """The figure as SVG text with letters as outlines, so that no font is needed to show it.
 
     Without dates and with a fixed salt for the ids, so that equal figures are equal texts.
     """
@@ -163,7 +166,8 @@ def svg(figure: Figure) -> str:
     with _style():
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(out, format="svg", metadata=nothing)
-    return _PATH.sub(lambda d: _MORE_DIGITS.sub(r"\1", d[0]), out.getvalue())
+    drawn = re.sub(r"\s*\n\s*", " ", _NOT_DRAWN.sub("", out.getvalue())).strip()
+    return _PLACES.sub(lambda places: _MORE_DIGITS.sub(r"\1", places[0]), drawn)
 
 
 def as_array(values: Any, name: str, ndim: int) -> Floats:

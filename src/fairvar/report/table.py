@@ -1,7 +1,7 @@
-"""`Table`: rows × columns of estimates with standard errors, as they stand in a paper.
+"""`Table`: rows × columns of estimates with standard errors.
 
-A table holds finished numbers. It knows how they are written, nothing about where they come from;
-`render` turns it into text for a terminal, Markdown, LaTeX or CSV.
+A table holds finished numbers and how many digits they have; `render` turns it into text for a
+terminal, Markdown, LaTeX or CSV, and `html` into a part of a page.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Estimate:
 
     @property
     def error(self) -> float | None:
-        """The standard error if it says anything: a finite number beside a finite value."""
+        """The standard error if it and the value are finite."""
         known = self.standard_error is not None and math.isfinite(self.standard_error)
         return self.standard_error if known and not self.diverged else None
 
@@ -59,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """What stands in a paper. A row may leave columns out (printed "–") but not invent any."""
+    """A row may leave columns out (printed "–"); cells need a column."""
 
     title: str
     columns: Sequence[Column]
@@ -107,7 +107,7 @@ def mean_and_standard_error(values: Iterable[float], marked: bool = False) -> Es
 
 
 def over_seeds(values: Iterable[float], marked: bool = False) -> Cell:
-    """The same of runs that did not diverge: what is not a number there is not defined."""
+    """The same for runs that did not diverge: there a value that is not finite is undefined."""
     estimate = mean_and_standard_error(values, marked)
     return UNDEFINED if estimate.diverged else estimate
 
@@ -115,8 +115,8 @@ def over_seeds(values: Iterable[float], marked: bool = False) -> Cell:
 def parts(cells: Sequence[Cell], digits: int) -> list[tuple[str, str]]:
     """(number, standard error) of one column as text, both of common width: decimals line up.
 
-    The second text is empty only if no cell of the column has a standard error; words stand where
-    the numbers stand.
+    The second text is empty only if no cell of the column has a standard error; words take the
+    place of numbers.
     """
     pairs = [_write(cell, digits) for cell in cells]
     left = max((len(number) for number, _ in pairs), default=0)

@@ -1,4 +1,4 @@
-"""Results of the commands as terminal tables."""
+"""What the commands print: facts, runs, partitions, methods, data sets, claims of the theory."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ from fairvar.runs.verify import Agreement, tolerance
 from fairvar.theory import Claim
 
 
+def _table(title: str, heads: Sequence[str], caption: str = "", **options: Any) -> RichTable:
+    """`options`: of the columns after the first."""
+    table = RichTable(
+        title=title, caption=caption or None, title_justify="left", caption_justify="left"
+    )
+    for place, head in enumerate(heads):
+        table.add_column(head, **(options if place else {"overflow": "fold"}))
+    return table
+
+
 def facts_table(facts: Mapping[str, Any], title: str | None = None) -> RichTable:
     table = RichTable(show_header=False, box=None, title=title, title_justify="left")
     for name, value in facts.items():
@@ -30,15 +40,12 @@ def run_table(folder: Path, manifest: Mapping[str, Any]) -> RichTable:
     birth = manifest["birth"]
     peak = f", peak memory {birth['peak_megabytes']} MB" if birth.get("peak_megabytes") else ""
     cost = f"{birth.get('seconds', 0):.1f} s on {birth.get('device')} ({birth.get('engine')}){peak}"
-    table = RichTable(
-        title=f"{manifest['method']}: {manifest['rounds']} rounds{state}",
-        caption=f"variances over clients in fraction² × 100; {cost}; stored in {folder}",
-        title_justify="left",
-        caption_justify="left",
+    table = _table(
+        f"{manifest['method']}: {manifest['rounds']} rounds{state}",
+        ("split/model", "accuracy %", "variance", "noise floor", "corrected", "worst 10 %"),
+        f"variances over clients in fraction² × 100; {cost}; stored in {folder}",
+        justify="right",
     )
-    heads = ("split/model", "accuracy %", "variance", "noise floor", "corrected", "worst 10 %")
-    for head in heads:
-        table.add_column(head, justify="left" if head == heads[0] else "right")
     columns = (("mean", 2), ("variance_over_clients", 3), ("noise_floor", 3),
                ("corrected_variance", 3), ("worst_10_percent", 2))  # fmt: skip
     for name, scores in sorted(manifest["result"].items()):
@@ -52,7 +59,7 @@ def run_table(folder: Path, manifest: Mapping[str, Any]) -> RichTable:
 
 
 def agreement_table(found: Sequence[Agreement], seed: int) -> RichTable:
-    """Runs beside their first rounds run again."""
+    """Stored runs compared with their first rounds, run again."""
     table = RichTable(
         title=f"Run again on this machine, drawn with seed {seed}",
         caption="largest differences: mean accuracy over clients (points), share of all answers, "
@@ -63,11 +70,11 @@ def agreement_table(found: Sequence[Agreement], seed: int) -> RichTable:
     for head in ("run", "made on", "rounds", "accuracy", "answers", "loss", "allowed", ""):
         table.add_column(head, justify="left" if head in ("run", "made on", "") else "right")
     for each in found:
-        told = each.to_dict()
-        alpha = "" if told["alpha"] is None else f"alpha {told['alpha']:g}, "
-        name = f"{told['method']}, {told['protocol']}, {alpha}lr {told['lr']:g}"
+        facts = each.to_dict()
+        alpha = "" if facts["alpha"] is None else f"alpha {facts['alpha']:g}, "
+        name = f"{facts['method']}, {facts['protocol']}, {alpha}lr {facts['lr']:g}"
         table.add_row(
-            f"{name}, seed {told['seed']}", str(told["made_on"]), str(each.rounds),
+            f"{name}, seed {facts['seed']}", str(facts["made_on"]), str(each.rounds),
             f"{100 * each.accuracy:.3f}", f"{each.answers:.2%}", f"{each.loss:.2%}",
             str(tolerance(each.run.config)), "agrees" if each.holds else "DIFFERS",
         )  # fmt: skip
@@ -96,15 +103,13 @@ def passport_table(federation: Federation, title: str = "partition") -> RichTabl
 
 
 def methods_table() -> RichTable:
-    table = RichTable(
-        title="Methods: what a client and the server exchange in one round",
-        title_justify="left",
-        caption="d: floats of the model, s: one scalar. sums: no client's value is needed by "
-        "itself, so secure aggregation could carry the method.",
-        caption_justify="left",
+    table = _table(
+        "Methods: what a client and the server exchange in one round",
+        ("method", "exchanges", "down", "up", "reveals", "sums"),
+        "d: floats of the model, s: one scalar. sums: the server needs only sums over clients, so "
+        "that secure aggregation is possible.",
+        overflow="fold",
     )
-    for head in ("method", "exchanges", "down", "up", "reveals", "sums"):
-        table.add_column(head, overflow="fold")
     for entry in catalogue():
         table.add_row(
             entry["label"], str(entry["exchanges"]), entry["down"], entry["up"],
@@ -125,11 +130,10 @@ def options_table() -> RichTable:
 
 
 def datasets_table(rows: Sequence[Mapping[str, Any]]) -> RichTable:
-    table = RichTable(title="Data sets", title_justify="left")
-    for head in ("name", "what", "found", "licence"):
-        table.add_column(head, overflow="fold")
+    heads = ("name", "what", "found", "licence")
+    table = _table("Data sets", heads, overflow="fold")
     for row in rows:
-        table.add_row(*(str(row[key]) for key in ("name", "what", "found", "licence")))
+        table.add_row(*(str(row[key]) for key in heads))
     return table
 
 

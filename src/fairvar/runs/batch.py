@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from filelock import Timeout
 
 from fairvar.engine.grid import Member, members_that_fit, trains_together
 from fairvar.errors import BadInput, IntegrityError, RunFailed
+from fairvar.runs import store
 from fairvar.runs.config import Config
 from fairvar.runs.identity import batch_key, fingerprint, identity_of, recorded_identity
 from fairvar.runs.runner import (
@@ -36,20 +37,6 @@ from fairvar.runs.runner import (
     record_federation,
     run_files,
     run_folder,
-)
-from fairvar.runs.store import (
-    LOCKS,
-    inside,
-    is_complete,
-    lock_of,
-    no_link,
-    pack_files,
-    read_checkpoints,
-    read_hashed,
-    read_manifest,
-    store_run,
-    unpack_files,
-    write_hashed,
 )
 
 Group = tuple[Config, ...]
@@ -98,9 +85,9 @@ def run_cell(config: Config, out: Path, watch: Watch) -> dict[str, Any] | None:
     """Compute and store one run unless it is stored already; None if another process computes it.
     Returns the manifest."""
     folder = run_folder(config, out)
-    if not is_complete(folder) and not run_group((config,), out, watch):
+    if not store.is_complete(folder) and not run_group((config,), out, watch):
         return None
-    manifest = read_manifest(folder)
+    manifest = store.read_manifest(folder)
     if manifest is not None and recorded_identity(manifest, config) != identity_of(config):
         raise IntegrityError(f"{folder} holds another run than its name says; delete it")
     return manifest
@@ -113,7 +100,7 @@ def run_group(group: Group, out: Path, watch: Watch) -> bool:
         with ExitStack() as held:
             # Always in the same order: of two processes with common runs one gets all locks.
             for folder in folders:
-                held.enter_context(lock_of(folder))
+                held.enter_context(store.lock_of(folder))
             for part in parts_to_do(group, out):
                 _finish(part, out, watch)
     except Timeout:
@@ -129,8 +116,8 @@ def run_group(group: Group, out: Path, watch: Watch) -> bool:
 def _remove_empty(folders: Sequence[Path], out: Path) -> None:
     """Bad input must write nothing: remove the empty folders and the locks."""
     for folder in folders:
-        (out / LOCKS / folder.name).unlink(missing_ok=True)
-    for empty in (*folders, out / LOCKS, out):
+        (out / store.LOCKS / folder.name).unlink(missing_ok=True)
+    for empty in (*folders, out / store.LOCKS, out):
         with suppress(OSError):
             empty.rmdir()
 
@@ -143,7 +130,7 @@ def parts_to_do(group: Group, out: Path) -> list[Group]:
     todo = {_name(cell): cell for cell in missing(group, out)}
     if not todo or len(group) == 1:
         return [group] if todo else []
-    if _has_something(_home(group, out), todo):
+    if any(files.keys() >= todo.keys() for files in _left(_home(group, out))):
         return [group]
     known, found = {_name(cell): cell for cell in group}, list[Group]()
     for name in [name for name in known if name not in todo]:
@@ -162,34 +149,35 @@ def parts_to_do(group: Group, out: Path) -> list[Group]:
 
 def _trained_with(folder: Path) -> list[str]:
     """The names of the runs that a stored run trained with, itself among them."""
-    listed = (read_manifest(folder) or {}).get("group", [])
+    listed = (store.read_manifest(folder) or {}).get("group", [])
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     return list(dict.fromkeys(names))
 
 
-def _has_something(home: Path, names: Iterable[str]) -> bool:
-    """Whether a group's folder holds the runs of these names, trained or half trained."""
-    found = [*read_checkpoints(home), read_hashed(home / FINISHED) or b""]
-    return any(unpack_files(payload).keys() >= set(names) for payload in found)
+def _left(home: Path) -> list[dict[str, bytes]]:
+    """What an earlier attempt left in a group's folder, by name of run."""
+    found = [*store.read_checkpoints(home), store.read_hashed(home / FINISHED) or b""]
+    return list(map(store.unpack_files, found))
 
 
 def _finish(part: Group, out: Path, watch: Watch) -> None:
     """Train these runs, or find what an earlier attempt left of them, and store the missing ones.
     (Stored ones must train again with the others: the last bits may depend on the batch.)"""
     todo, home, names = missing(part, out), _home(part, out), [_name(cell) for cell in part]
-    files = _finished(home)
+    several = len(part) > 1
+    files = _finished(home) if several else {}
     if not all(holds_run(files.get(_name(cell), {}), identity_of(cell)) for cell in todo):
         histories = compute(part, home, watch)
-        group = names if len(part) > 1 else ()
+        group = names if several else ()
         made = (run_files(c, h, group=group) for c, h in zip(part, histories, strict=True))
         files = dict(zip(names, made, strict=True))
-        if len(part) > 1:
-            packed = {name: pack_files(of_run) for name, of_run in files.items()}
-            write_hashed(home / FINISHED, pack_files(packed))
+        if several:
+            packed = {name: store.pack_files(of_run) for name, of_run in files.items()}
+            store.write_hashed(home / FINISHED, store.pack_files(packed))
     record_federation(out, federation_of(todo[0]))
     for cell in todo:
-        store_run(run_folder(cell, out), files[_name(cell)])
-    if len(part) > 1:
+        store.store_run(run_folder(cell, out), files[_name(cell)])
+    if several:
         _drop(home)
 
 
@@ -198,15 +186,14 @@ def tidy(out: Path) -> None:
     moment, or because the plan has changed."""
     homes = [] if (out / GROUPS).is_symlink() else sorted((out / GROUPS).glob("*"))
     for home in homes:
-        found = [*read_checkpoints(home), read_hashed(home / FINISHED) or b""]
-        names = {name for payload in found for name in unpack_files(payload)}
+        names = {name for files in _left(home) for name in files}
         if names and all(_is_stored(out, name) for name in names) and not home.is_symlink():
             _drop(home)
 
 
 def _is_stored(out: Path, name: str) -> bool:
     try:
-        return is_complete(inside(out, name))
+        return store.is_complete(store.inside(out, name))
     except IntegrityError:  # not a name that fairvar writes
         return False
 
@@ -214,9 +201,10 @@ def _is_stored(out: Path, name: str) -> bool:
 def _home(group: Group, out: Path) -> Path:
     """Where the checkpoints of a group are: for a single run, its own folder."""
     if len(group) == 1:
-        return no_link(run_folder(group[0], out))
+        return store.no_link(run_folder(group[0], out))
     names = " ".join(map(_name, group))
-    return no_link(no_link(out / GROUPS) / hashlib.sha256(names.encode()).hexdigest()[:16])
+    digest = hashlib.sha256(names.encode()).hexdigest()
+    return store.no_link(store.no_link(out / GROUPS) / digest[:16])
 
 
 def _name(cell: Config) -> str:
@@ -224,8 +212,8 @@ def _name(cell: Config) -> str:
 
 
 def _finished(home: Path) -> dict[str, dict[str, bytes]]:
-    packed = unpack_files(read_hashed(home / FINISHED) or b"")
-    return {name: unpack_files(content) for name, content in packed.items()}
+    packed = store.unpack_files(store.read_hashed(home / FINISHED) or b"")
+    return {name: store.unpack_files(content) for name, content in packed.items()}
 
 
 def _drop(home: Path) -> None:

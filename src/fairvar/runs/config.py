@@ -21,7 +21,7 @@ from fairvar.data import DATASET_NAMES, Dirichlet, Partition
 from fairvar.engine.losses import LOSSES
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.errors import BadInput, plain, shown, suggestion, unknown
-from fairvar.methods import METHODS, FedAvg, Method
+from fairvar.methods import METHODS, FedAvg
 from fairvar.models import MODELS
 from fairvar.runs.select import Criterion
 from fairvar.system.files import MOST_TEXT, read_bytes
@@ -93,7 +93,10 @@ class Config(Checked, frozen=True, kw_only=True):
     @staticmethod
     def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
         """Read a TOML file, apply `key=value` overrides, check everything."""
-        return Config.from_dict(_single(merge_overrides(read_toml(Path(path)), overrides)))
+        values = merge_overrides(read_toml(Path(path)), overrides)
+        for section in {"sweep", "scale"} & values.keys():
+            raise BadInput(f"[{section}] describes many runs; use `fairvar sweep` for this file")
+        return Config.from_dict(values)
 
     @staticmethod
     def from_toml(text: str) -> Config:
@@ -108,8 +111,9 @@ class Config(Checked, frozen=True, kw_only=True):
             if "local_steps" not in train:
                 train.setdefault("local_epochs", 1)
             values.setdefault("select", {}).setdefault("model", "local")
+        methods: Any = reduce(or_, METHODS.values())
         try:
-            method = msgspec.convert(values.get("method", {"name": "fedavg"}), _union(METHODS))
+            method = msgspec.convert(values.get("method", {"name": "fedavg"}), methods)
         except msgspec.ValidationError as error:
             raise located(error, values["method"], "method") from None
         try:
@@ -123,17 +127,6 @@ class Config(Checked, frozen=True, kw_only=True):
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.to_dict())
-
-
-def _single(values: dict[str, Any]) -> dict[str, Any]:
-    for section in ("sweep", "scale"):
-        if section in values:
-            raise BadInput(f"[{section}] describes many runs; use `fairvar sweep` for this file")
-    return values
-
-
-def _union(kinds: Mapping[str, type[Method]]) -> Any:
-    return reduce(or_, kinds.values())
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -243,10 +236,9 @@ def _check_tagged(values: Mapping[str, Any], name: str) -> None:
     refuse_unknown(section, {"name": str} | _fields(kinds[section["name"]]), name)
 
 
-@lru_cache(
-    maxsize=200
-)  # msgspec evaluates annotations at every call; a sweep has thousands of runs
+@lru_cache(maxsize=200)
 def _fields(kind: Any) -> dict[str, Any]:
+    """Cached, because msgspec evaluates annotations at every call."""
     return {f.name: f.type for f in msgspec.structs.fields(kind)}
 
 
@@ -261,14 +253,17 @@ def refuse_unknown(section: Mapping[str, Any], known: Mapping[str, Any], where: 
 def _elsewhere(key: str, where: str) -> str:
     """A hint at the sections that have the key."""
     method = "sweep.method.NAME" if where == "sweep" else "method"
-    homes: list[tuple[str, Any]] = [(name, kind) for name, kind in _fields(Config).items()]
-    homes += [(method, kind) for kind in METHODS.values()]
-    homes += [("partition", kind) for kind in get_args(Partition)]
-    checked = [(name, kind) for name, kind in homes if isinstance(kind, type(Checked))]
-    places = dict.fromkeys(f"{name}.{key}" for name, kind in checked if key in _fields(kind))
+    places = dict.fromkeys(f"{n}.{key}" for n, kind in _structs(method) if key in _fields(kind))
     if where == "sweep" and key in ("q", "lambda", "gamma"):
         places = {"sweep.strength": None}
     return f"did you mean {' or '.join(places)}? " if places else ""
+
+
+def _structs(method: str = "method") -> list[tuple[str, Any]]:
+    """Name and struct of all sections, methods and partitions."""
+    found = [*_fields(Config).items(), *((method, kind) for kind in METHODS.values())]
+    found += [("partition", kind) for kind in get_args(Partition)]
+    return [(name, kind) for name, kind in found if isinstance(kind, type(Checked))]
 
 
 def located(error: msgspec.ValidationError, values: Any, prefix: str = "") -> BadInput:
@@ -288,9 +283,8 @@ def located(error: msgspec.ValidationError, values: Any, prefix: str = "") -> Ba
 
 def _kind(where: str) -> Any:
     """The type of the field of a dotted path."""
-    kinds = [Config, *METHODS.values(), *get_args(Partition), *_fields(Config).values()]
     key = where.rsplit(".", 1)[-1].split("[")[0]
-    fields = [_fields(k) for k in kinds if isinstance(k, type) and issubclass(k, Checked)]
+    fields = [_fields(Config), *(_fields(kind) for _, kind in _structs())]
     return reduce(or_, [f[key] for f in fields if key in f], None)
 
 

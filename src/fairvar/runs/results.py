@@ -1,4 +1,4 @@
-"""From folders of stored runs to the groups that a report shows."""
+"""Stored runs, grouped by federation, with the configuration chosen for each method."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ Variant = tuple[int, str | None, str | None]  # Identity.variant
 
 @dataclass(frozen=True)
 class Group:
-    """All runs on one federation: a section of the report."""
+    """All runs on one federation."""
 
     config: Config  # of one of the runs; method, lr and seed vary within the group
     criterion: Criterion  # how the results were chosen, and by which model
     passport: Mapping[str, Any]
-    federation: Mapping[str, Any] | None  # who holds what, where that was recorded
+    federation: Mapping[str, Any] | None  # classes by client, if they were recorded
     trials: Sequence[Trial]
     results: Sequence[Result]
-    data: str = ""  # start of the data's SHA-256, where the same name stands for several data sets
+    data: str = ""  # start of the data's SHA-256, if several data sets have the same name
     deployed: Deployed | None = None  # None: simulated
 
     @property
     def own_data(self) -> bool:
-        """Nodes' own files: their configuration tells nothing about them."""
+        """Whether nodes used their own files, which the configuration does not describe."""
         return self.deployed is not None and self.deployed.own_data
 
     @property
@@ -63,7 +63,7 @@ class Group:
 
     @property
     def kind(self) -> list[str]:
-        """What beside data set and alpha tells federations apart, where it is not the usual."""
+        """What distinguishes federations of one data set and alpha, if it is not the default."""
         deployed = ["deployed"] if self.deployed is not None and not self.own_data else []
         return deployed + [self.config.protocol] * (self.config.protocol != "boxes")
 
@@ -92,7 +92,7 @@ class Group:
 
     @property
     def births(self) -> list[Mapping[str, Any]]:
-        """Of every run, also of those of which a summary is all that was kept."""
+        """The provenance of every run, also of those of which only a summary was kept."""
         return [birth for trial in self.trials for birth in trial.summary.births]
 
 
@@ -100,7 +100,7 @@ def stored_runs(folder: Path) -> list[StoredRun]:
     """Every finished run below a folder, in a fixed order."""
     if not folder.is_dir():
         raise BadInput(f"{folder} is not a folder; give the one that `fairvar sweep` wrote")
-    # Where an archive and a folder beside it hold the same run, the folder has more of it.
+    # If an archive and the folder next to it hold the same run, the folder has more of it.
     paths = [path for place in reversed(places(folder)) for path in sorted(place.iterdir())
              if is_complete(path)]  # fmt: skip
     if not paths:
@@ -110,7 +110,7 @@ def stored_runs(folder: Path) -> list[StoredRun]:
 
 
 def places(folder: Path) -> list[Path]:
-    """Where the runs of a folder lie: in its archive, if it has one, and beside it."""
+    """The folders with runs: the unpacked archive, if there is one, and the folder itself."""
     return list(dict.fromkeys([unpacked(folder), folder]))
 
 
@@ -122,8 +122,8 @@ def gather(
 ) -> list[Group]:
     """Group by federation, then by configuration (seeds together), and choose on validation.
 
-    `rule`: how to choose in a group, from its configuration. `model`: no other than this one will
-    do; else the one that was measured. `only`: the names of the runs to gather; all by default."""
+    `rule`: the criterion of a group, from its configuration. `model`: raise unless this model was
+    evaluated; by default use one that was. `only`: the names of the runs to gather."""
     found_runs = (run for folder in folders for run in stored_runs(folder))
     pieces: list[Piece] = [
         *_each_once(run for run in found_runs if only is None or run.folder.name in only),
@@ -139,11 +139,11 @@ def gather(
         groups.setdefault(group_key(piece.config, piece.identity) + known, []).append(piece)
     found = [_group(pieces, rule, versions, model) for pieces in groups.values()]
     order = sorted(found, key=lambda g: (g.dataset, g.config.protocol, g.alpha or 0.0))
-    return _told_apart(order)
+    return _with_distinct_names(order)
 
 
 def _each_once(runs: Iterable[StoredRun]) -> list[StoredRun]:
-    """A copy of a run is no other seed, whatever its folder is called."""
+    """Without copies: a copy of a run is not another seed, even under another name."""
     found: dict[str, StoredRun] = {}
     for run in runs:
         known = found.setdefault(run.identity.sha256, run)
@@ -154,7 +154,7 @@ def _each_once(runs: Iterable[StoredRun]) -> list[StoredRun]:
 
 
 def _results(run: StoredRun) -> bytes:
-    """What reports read of a run, whether it was condensed or not."""
+    """What a report reads of a run, in the same form for condensed runs and others."""
     content = read_sealed(run.folder, run.manifest, "history.safetensors")
     return content if run.manifest.get("condensed") else condensed_history(content)
 
@@ -164,7 +164,7 @@ def _distinct(summaries: Iterable[Condensed]) -> list[Condensed]:
 
 
 def _versions(pieces: Iterable[Piece]) -> dict[tuple[str, Variant], str]:
-    """Short names for the versions of a method's code, where a label stands for several."""
+    """Short names for the versions of a method's code, if several have the same label."""
     found: dict[str, set[Variant]] = {}
     for piece in pieces:
         found.setdefault(piece.config.method.label, set()).add(piece.identity.variant)
@@ -182,8 +182,8 @@ def _short(variant: Variant) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _told_apart(groups: Sequence[Group]) -> list[Group]:
-    """With the data's checksum in the name of those that have the same name on other data."""
+def _with_distinct_names(groups: Sequence[Group]) -> list[Group]:
+    """Adds the data's checksum to the names of groups that have the same name on other data."""
     known: dict[tuple[Any, ...], set[Any]] = {}
     for group in groups:
         known.setdefault(_named(group), set()).add(group.passport.get("dataset_sha256"))
@@ -196,7 +196,7 @@ def _told_apart(groups: Sequence[Group]) -> list[Group]:
 
 
 def _named(group: Group) -> tuple[Any, ...]:
-    """What titles tell of a federation."""
+    """The parts of a federation's title."""
     return group.source, *group.kind, group.alpha, group.config.data.clients, group.model
 
 
@@ -227,7 +227,7 @@ def _group(
 def _measured(
     trials: Sequence[Trial], criterion: Criterion, asked: str | None, config: Config
 ) -> Criterion:
-    """By a model that was measured: clients' own models need not be (evaluate.local)."""
+    """The criterion for a model that was evaluated: local models need not be (evaluate.local)."""
     alive = [trial for trial in trials if not trial.diverged]
     models = [m for m in ("global", "local") if all(m in trial.models for trial in alive)]
     if criterion.model in models:
@@ -235,35 +235,35 @@ def _measured(
     where = f"{config.data.name}, {config.protocol}"
     if not models:
         raise BadInput(
-            f"{where}: no test accuracy was measured, and a report shows no other: run a "
+            f"{where}: no test accuracy was measured, which a report needs: run a "
             'classifier with evaluate.splits = ["valid", "test"] and a test part in data.split'
         )
     if asked is not None:
         raise BadInput(f"{where}: the {asked} model was not measured there, the {models[0]} one was"
-                       " (evaluate.local measures clients' own models)")  # fmt: skip
+                       " (evaluate.local = true measures local models)")  # fmt: skip
     return with_fields(criterion, model=models[0])
 
 
 def _first_run(results: Sequence[Result]) -> StoredRun:
-    """One of the chosen, so that condensed runs have the same report as those they came from."""
+    """One of the chosen runs, so that a report from condensed runs is the same."""
     for result in results:
         for run in result.trial.source:
             if isinstance(run, StoredRun):
                 return run
-    raise BadInput("of all that was chosen here only summaries were kept; report with the options "
-                   "that the runs were condensed with")  # fmt: skip
+    raise BadInput("only summaries were kept of what is chosen here; use the options that the runs "
+                   "were condensed with")  # fmt: skip
 
 
 def _trial(members: Sequence[Piece], versions: Mapping[tuple[str, Variant], str]) -> Trial:
     runs = [m for m in members if isinstance(m, StoredRun)]
     seeds = {run.config.train.seed for run in runs}
-    # A summary tells nothing more where all its runs are there.
+    # A summary is not needed if all its runs are there.
     summaries = [m for m in members if isinstance(m, Condensed)
                  and not seeds.issuperset(b["seed"] for b in m.manifest["births"])]  # fmt: skip
     if len(summaries) > 1 or (runs and summaries):
         raise BadInput(
             f"{summaries[0].config.method.label}, lr {summaries[0].config.train.lr:g} is there as "
-            "a summary and again: its seeds cannot be told apart; condense the runs themselves"
+            "a summary and again: its seeds cannot be separated; condense the runs themselves"
         )
     config, identity = members[0].config, members[0].identity
     version = versions.get((config.method.label, identity.variant), "")
@@ -271,8 +271,8 @@ def _trial(members: Sequence[Piece], versions: Mapping[tuple[str, Variant], str]
         summary = summaries[0].summary()
         return Trial(config.method, config.train.lr, (), summary, identity, version)
     runs.sort(key=lambda run: run.config.train.seed)
-    # A grid has thousands of histories: they are read here, and again for what is chosen.
-    summary = Summary.of([run.history() for run in runs])
+    # Not kept, since a grid has thousands of histories; those of chosen runs are read again.
+    summary = Summary.of([run.history(with_state=False) for run in runs])
     return Trial(config.method, config.train.lr, runs, summary, identity, version)
 
 

@@ -23,9 +23,11 @@ from fairvar.data import load_federation
 from fairvar.data.federation import Federation
 from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.history import History
+from fairvar.engine.state import DoesNotFit
 from fairvar.engine.train import Checkpoint, prepare, run_rounds
 from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
 from fairvar.models import build, load_weights
+from fairvar.runs import store
 from fairvar.runs.config import Config
 from fairvar.runs.identity import (
     RECORD,
@@ -37,24 +39,7 @@ from fairvar.runs.identity import (
     recorded_identity,
 )
 from fairvar.runs.records import RunManifest
-from fairvar.runs.serialize import (
-    pack_checkpoint,
-    pack_history,
-    pack_state,
-    unpack_checkpoint,
-)
-from fairvar.runs.store import (
-    MANIFEST,
-    is_complete,
-    no_link,
-    open_seal,
-    pack_files,
-    read_checkpoints,
-    seal,
-    unpack_files,
-    with_manifest,
-    write_checkpoint,
-)
+from fairvar.runs.serialize import pack_checkpoint, pack_history, pack_state, unpack_checkpoint
 from fairvar.runs.stored import Deployed, final_scores
 from fairvar.system.files import write_bytes
 
@@ -85,7 +70,7 @@ def run_folder(config: Config, out: Path) -> Path:
 
 
 def missing(cells: Sequence[Config], out: Path) -> list[Config]:
-    return [cell for cell in cells if not is_complete(run_folder(cell, out))]
+    return [cell for cell in cells if not store.is_complete(run_folder(cell, out))]
 
 
 def federation_of(config: Config) -> Federation:
@@ -94,18 +79,7 @@ def federation_of(config: Config) -> Federation:
 
 @lru_cache(maxsize=4)
 def _federation(data: Any, partition: Any, sha256: str | None) -> Federation:
-    found = load_federation(
-        data.name,
-        data.clients,
-        partition,
-        data.seed,
-        split=data.split,
-        holdout=data.holdout,
-        pool_samples=data.pool_samples,
-        fraction=data.fraction,
-        samples=data.samples,
-        root=data.root,
-    )
+    found = load_federation(partition=partition, **msgspec.structs.asdict(data))
     if found.provenance.get("dataset_sha256") != sha256:
         raise RunFailed(f"the files of {data.name} were changed meanwhile; start the command again")
     return found
@@ -168,22 +142,25 @@ def compute(cells: Sequence[Config], home: Path, watch: Watch) -> list[History]:
     """Train these runs, resuming from the newest checkpoint in the folder `home` that is theirs."""
     names = [identity_of(cell).name for cell in cells]
     keys = [checkpoint_key(identity_of(cell)) for cell in cells]
+    several = len(cells) > 1
 
     def write(number: int, made: list[Checkpoint]) -> None:
-        packed = list(map(pack_checkpoint, made, keys))
-        content = pack_files(dict(zip(names, packed, strict=True)))
-        write_checkpoint(home, number, packed[0] if len(cells) == 1 else content)
+        packed = dict(zip(names, map(pack_checkpoint, made, keys), strict=True))
+        payload = store.pack_files(packed) if several else packed[names[0]]
+        store.write_checkpoint(home, number, payload)
 
     keep = keeper(watch, cells[0].train.rounds, write)
     for starts in _checkpoints(home, names, keys):
         try:
             return train_runs(cells, starts, watch.progress, keep)
-        except BadInput as error:  # a file may hold anything
+        except BadInput as error:
+            if not several and not isinstance(error, DoesNotFit):
+                raise
             _pass_over(home, error)
     try:
         return train_runs(cells, None, watch.progress, keep)
     except BadInput as error:
-        raise (_blame(cells, error) if len(cells) > 1 else error) from None
+        raise (_blame(cells, error) if several else error) from None
 
 
 def _checkpoints(
@@ -192,8 +169,8 @@ def _checkpoints(
     """Checkpoints of exactly these runs, newest first. Those of other runs, or of other versions of
     fairvar or torch, would lead to other bytes: the runs then start from the beginning."""
     found: list[list[Checkpoint]] = []
-    for payload in read_checkpoints(home):
-        packed = {names[0]: payload} if len(names) == 1 else unpack_files(payload)
+    for payload in store.read_checkpoints(home):
+        packed = {names[0]: payload} if len(names) == 1 else store.unpack_files(payload)
         try:
             parts = (packed.get(name, b"") for name in names)
             found.append(list(map(unpack_checkpoint, parts, keys)))
@@ -264,38 +241,49 @@ def run_files(
         "history.safetensors": pack_history(history),
         "state.safetensors": pack_state(history.state),
     }
-    if passport is None:
-        passport = federation_of(config).provenance
-    facts = _facts(config, history, passport)
-    facts[RECORD] = msgspec.to_builtins(identity or identity_of(config))
-    if group:
-        facts["group"] = list(group)
-    if deployed is not None:
-        facts["deployed"] = msgspec.to_builtins(deployed)
-    return with_manifest(files, facts)
+    facts: dict[str, Any] = {
+        "name": config.name,
+        "fingerprint": fingerprint(config),
+        RECORD: msgspec.to_builtins(identity or identity_of(config)),
+        "method": config.method.label,
+        "protocol": config.protocol,
+        "starts_from": config.model.weights_sha256 or "scratch",
+        "rounds": history.rounds,
+        "diverged_at": history.diverged_at,
+        "passport": dict(federation_of(config).provenance if passport is None else passport),
+        "exchanges_per_client": history.exchanges,
+        "bytes_down_per_client": history.bytes_down,
+        "bytes_up_per_client": history.bytes_up,
+        "result": final_scores(history),
+        "birth": dict(history.birth),
+    }
+    facts |= {"group": list(group)} if group else {}
+    facts |= {} if deployed is None else {"deployed": msgspec.to_builtins(deployed)}
+    return store.with_manifest(files, facts)
 
 
 def holds_run(files: Mapping[str, bytes], identity: Identity) -> bool:
     """Whether these are the files that `run_files` makes of this run."""
     try:
-        manifest = open_seal(files[MANIFEST], RunManifest)
+        manifest = store.open_seal(files[store.MANIFEST], RunManifest)
         config = Config.from_toml(files["config.toml"].decode())
         found = recorded_identity(manifest, config)
     except (KeyError, ValueError, FairvarError):
         return False
-    if found != identity or files.keys() != {*RUN_FILES, MANIFEST}:
+    if found != identity or files.keys() != {*RUN_FILES, store.MANIFEST}:
         return False
     facts = {name: fact for name, fact in manifest.items() if name != "sha256"}
-    return with_manifest({n: files[n] for n in RUN_FILES}, facts)[MANIFEST] == files[MANIFEST]
+    again = store.with_manifest({name: files[name] for name in RUN_FILES}, facts)
+    return again[store.MANIFEST] == files[store.MANIFEST]
 
 
 def record_federation(out: Path, federation: Federation) -> None:
     """Store the class counts of a partition once, so that reports can draw it without the data."""
-    folder = no_link(out / "federations")
+    folder = store.no_link(out / "federations")
     path = folder / f"{federation.provenance.get('sha256', 'unknown')[:16]}.json"
     if federation.classes is not None and not path.exists():
         facts = {"class_counts": class_counts(federation).tolist(), **federation.provenance}
-        write_bytes(path, seal(facts))
+        write_bytes(path, store.seal(facts))
 
 
 def class_counts(federation: Federation) -> Int64[np.ndarray, "n classes"]:
@@ -304,21 +292,3 @@ def class_counts(federation: Federation) -> Int64[np.ndarray, "n classes"]:
     cells = (split.client * classes + split.y).cpu().numpy()
     counts = np.bincount(cells, minlength=federation.clients * classes)
     return counts.reshape(federation.clients, classes)
-
-
-def _facts(config: Config, history: History, passport: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "name": config.name,
-        "fingerprint": fingerprint(config),
-        "method": config.method.label,
-        "protocol": config.protocol,
-        "starts_from": config.model.weights_sha256 or "scratch",
-        "rounds": history.rounds,
-        "diverged_at": history.diverged_at,
-        "passport": dict(passport),
-        "exchanges_per_client": history.exchanges,
-        "bytes_down_per_client": history.bytes_down,
-        "bytes_up_per_client": history.bytes_up,
-        "result": final_scores(history),
-        "birth": dict(history.birth),
-    }

@@ -14,23 +14,10 @@ from fairvar.engine.history import History
 from fairvar.engine.state import State, no_state
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.runs.config import Config, parse_toml
-from fairvar.runs.identity import (
-    Identity,
-    fingerprint,
-    recorded_identity,
-    version_of,
-)
+from fairvar.runs.identity import Identity, fingerprint, recorded_identity, version_of
 from fairvar.runs.records import FederationRecord, Partition, RunManifest, agree, check
-from fairvar.runs.serialize import (
-    unpack_history,
-    unpack_state,
-)
-from fairvar.runs.store import (
-    inside,
-    read_manifest,
-    read_record,
-    read_sealed,
-)
+from fairvar.runs.serialize import unpack_history, unpack_state
+from fairvar.runs.store import inside, read_manifest, read_record, read_sealed
 
 SCORES = ("mean", "variance_over_clients", "noise_floor", "corrected_variance",
           "worst_10_percent", "smallest")  # fmt: skip
@@ -81,9 +68,8 @@ class StoredRun:
             raise IntegrityError(f"{folder} holds no finished run (it has no manifest)")
         text = read_sealed(folder, manifest, "config.toml")
         config = stored_config(folder / "config.toml", text)
-        _check_same_run(folder, check(manifest, RunManifest), config)
         run = StoredRun(folder, config, manifest)
-        _check_identity(run)
+        _check_records(run, check(manifest, RunManifest))
         return run
 
     @cached_property
@@ -93,8 +79,9 @@ class StoredRun:
         except IntegrityError as error:
             raise IntegrityError(f"the manifest of {self.folder}: {error}") from None
 
-    def history(self) -> History:
-        state = self.state()
+    def history(self, with_state: bool = True) -> History:
+        """`with_state` False: with an empty state, so that the final model is not read."""
+        state = self.state() if with_state else no_state(int(self.manifest["rounds"]))
         found = self._read(
             "history.safetensors",
             lambda content: unpack_history(content, state, self.config.method, self.manifest),
@@ -131,12 +118,15 @@ def stored_config(path: Path, content: bytes) -> Config:
         raise BadInput(f"{path} cannot be used: {error}") from None
 
 
-def _check_same_run(folder: Path, manifest: RunManifest, config: Config) -> None:
-    """Raise unless the manifest belongs to this configuration."""
-    rounds = config.train.rounds
+def _check_records(run: StoredRun, manifest: RunManifest) -> None:
+    """Raise unless manifest and identity belong to the configuration."""
+    found, config, rounds = run.identity, run.config, run.config.train.rounds
     agree(
-        f"the run in {folder}",
+        f"the run in {run.folder}",
         fingerprint=(manifest.fingerprint, fingerprint(config)),
+        settings=(found.settings, fingerprint(config)),
+        data=(found.data, manifest.passport.dataset_sha256),
+        version=(found.version, min(max(found.version, 1), version_of(config.method))),
         name=(manifest.name, config.name),
         method=(manifest.method, config.method.label),
         protocol=(manifest.protocol, config.protocol),
@@ -145,18 +135,7 @@ def _check_same_run(folder: Path, manifest: RunManifest, config: Config) -> None
         rounds=(manifest.rounds, min(manifest.rounds, rounds)),
         diverged_at=(manifest.diverged_at or 0, min(manifest.diverged_at or 0, rounds)),
     )
-    check_same_data(folder, manifest.passport, config)
-
-
-def _check_identity(run: StoredRun) -> None:
-    """Raise unless the recorded identity agrees with the other records."""
-    found, config = run.identity, run.config
-    agree(
-        f"the run in {run.folder}",
-        settings=(found.settings, fingerprint(config)),
-        data=(found.data, run.manifest["passport"].get("dataset_sha256")),
-        version=(found.version, min(max(found.version, 1), version_of(config.method))),
-    )
+    check_same_data(run.folder, manifest.passport, config)
 
 
 def check_same_data(folder: Path, passport: Partition, config: Config) -> None:
@@ -190,7 +169,7 @@ def _check_same_history(run: StoredRun, history: History) -> None:
             split: _where_reported(counts, sizes.get(split)) for split, counts in samples.items()
         }
     counters = (history.exchanges, history.bytes_down, history.bytes_up)
-    named = ("exchanges_per_client", "bytes_down_per_client", "bytes_up_per_client")
+    named = [f"{what}_per_client" for what in ("exchanges", "bytes_down", "bytes_up")]
     agree(
         f"the history of the run in {run.folder}",
         clients=(history.loss.shape[1], run.config.data.clients),

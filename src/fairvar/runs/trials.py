@@ -75,7 +75,10 @@ class Trial:
                 f"only a summary was kept of {self.label}, {self.describe()}; report with the "
                 "options that the runs were condensed with, or condense the runs again"
             )
-        return [run.history() if isinstance(run, StoredRun) else run for run in self.source]
+        return [
+            run.history(with_state=False) if isinstance(run, StoredRun) else run
+            for run in self.source
+        ]
 
     @cached_property
     def summary(self) -> Summary:

@@ -1,10 +1,10 @@
-"""Checking stored results: are the files as they were written, and do they come out again?
+"""Checks of stored results: are the files intact, and does running again give the same numbers?
 
-A run from a GPU does not come out bit by bit on a CPU: sums are taken in another order, and a
-network's training then drifts apart. So a few first rounds are run again and compared within a
-tolerance, in the measures that reports use. The tolerance is wide for runs whose products were
-rounded (TF32, bfloat16) and that take many local steps between two evaluations: hundreds of steps
-of a network turn such rounding into another trajectory.
+A run from a GPU cannot be repeated bit by bit on a CPU: sums are taken in another order, and the
+difference grows while a network trains. So the first few rounds are run again and compared within
+a tolerance, in the measures that reports use. The tolerance is wide for runs with rounded products
+(TF32, bfloat16) and many local steps between two evaluations, because hundreds of steps of a
+network amplify such rounding.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def tolerance(config: Config) -> Tolerance:
 
 @dataclass(frozen=True)
 class Agreement:
-    """A stored run beside its first rounds run again."""
+    """A stored run compared with its first rounds, run again."""
 
     run: StoredRun
     rounds: int
     accuracy: float  # largest difference of a mean accuracy over clients
-    answers: float  # largest share of answers, of all clients together, that came out otherwise
+    answers: float  # largest share of answers, over all clients together, that differ
     loss: float  # largest relative difference of a client's training loss
 
     @property
@@ -89,7 +89,7 @@ class Agreement:
 def check_files(folder: Path) -> int:
     """Check every file of every run against its seal; the number of runs and summaries."""
     checked = len(stored_runs(folder))
-    for place in places(folder):  # a run may be in an archive and again beside it
+    for place in places(folder):  # a run may be both in an archive and in a folder next to it
         for path in filter(is_complete, place.iterdir()):
             verify(path)
             run = StoredRun.open(path)
@@ -102,18 +102,18 @@ def check_files(folder: Path) -> int:
 
 def _check_scores(run: StoredRun, history: History) -> None:
     """The numbers in the manifest are those of the history."""
-    found, told = final_scores(history), run.manifest["result"]
+    found, stored = final_scores(history), run.manifest["result"]
     flat = [(key, name) for key in found for name in found[key]]
-    pairs = [(found[key][name], told.get(key, {}).get(name)) for key, name in flat]
-    if found.keys() != told.keys() or not all(
+    pairs = [(found[key][name], stored.get(key, {}).get(name)) for key, name in flat]
+    if found.keys() != stored.keys() or not all(
         np.isclose(a, b, rtol=1e-6, atol=1e-12, equal_nan=True) for a, b in pairs
     ):
-        raise IntegrityError(f"the manifest of {run.folder} tells other results than its history")
+        raise IntegrityError(f"the manifest of {run.folder} has other results than its history")
 
 
 def seal_archive(folder: Path) -> tuple[Path, int]:
-    """Write the list of contents beside an archive from before there were such lists, after
-    checking all that it holds; the list, and the number of runs and summaries."""
+    """Write the list of contents of an archive that was made before there were such lists, after
+    checking all that it holds; returns the list, and the number of runs and summaries."""
     if os.path.lexists(folder / LIST):
         raise BadInput(f"{folder / LIST} is there already; it is never overwritten")
     with tempfile.TemporaryDirectory(prefix="fairvar-") as place:
@@ -134,7 +134,7 @@ def draw(runs: Sequence[StoredRun], number: int, seed: int) -> list[StoredRun]:
 
 
 def _elsewhere(run: StoredRun) -> bool:
-    """Deployed with the nodes' own data or the app's own model: neither is here."""
+    """Whether the run was deployed with data or a model that are not available here."""
     deployed = Deployed.of(run.manifest, run.folder)
     return deployed is not None and (deployed.own_data or deployed.own_model)
 
@@ -166,7 +166,7 @@ def rerun(
 
 
 def _check_here(run: StoredRun) -> None:
-    """Other data or code would give other numbers, and say nothing about the stored ones."""
+    """Refuses other data or code: they give other numbers, so that a comparison has no meaning."""
     here, there = identity_of(run.config), run.identity
     if here.data != there.data:
         raise BadInput(

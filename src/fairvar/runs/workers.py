@@ -28,7 +28,6 @@ from fairvar.errors import (
     InternalError,
     RunFailed,
     explained,
-    one_line,
 )
 from fairvar.methods.plugin import load_plugin
 from fairvar.runs.batch import Group, run_group
@@ -206,7 +205,7 @@ def _worker(task: Task) -> None:
         except Exception as error:
             found = explained(error)
             with suppress(OSError):  # the parent may have ended
-                task.failing.send_bytes(one_line(str(found)).encode()[:LONGEST_LINE])
+                task.failing.send_bytes(str(found).encode()[:LONGEST_LINE])
             raise SystemExit(found.exit_code) from None
 
 

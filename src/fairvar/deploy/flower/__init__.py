@@ -11,19 +11,16 @@ what is trained, a node's configuration (`client.py`) says where its data are.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torch import nn
-
+from fairvar.deploy.flower.apps import Model
 from fairvar.errors import BadInput
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
     from flwr.clientapp.typing import Mod
     from flwr.serverapp import ServerApp
-
-Model = Callable[[], nn.Module]  # makes the same architecture on the server and on every node
 
 
 def server_app(model: Model | None = None) -> ServerApp:

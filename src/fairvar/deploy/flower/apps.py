@@ -14,13 +14,16 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
+
+from torch import nn
 
 from fairvar.errors import BadInput, RunFailed
 from fairvar.runs.store import write_text
 
+Model = Callable[[], nn.Module]  # gives the same architecture on the server and on every node
 AT_TOP = ("pyproject.toml", "README.md")
 IN_PACKAGE = ("__init__.py", "model.py", "server_app.py", "client_app.py")
 TAKEN = ("fairvar", "flwr", "numpy", "torch")  # an app of this name would hide them

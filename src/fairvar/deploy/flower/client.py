@@ -21,7 +21,7 @@ from fairvar.data import IID, build_federation
 from fairvar.data.federation import Federation
 from fairvar.data.sources import load
 from fairvar.deploy.client import Client
-from fairvar.deploy.flower import Model
+from fairvar.deploy.flower.apps import Model
 from fairvar.deploy.flower.privacy import clipped
 from fairvar.deploy.flower.secure_node import secured
 from fairvar.deploy.flower.setup import Setup, read_setup

@@ -18,12 +18,7 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp.mod import fixedclipping_mod
 from flwr.clientapp.typing import ClientAppCallable
-from flwr.serverapp import (
-    GaussianPrivacyEvent,
-    NeighboringRelation,
-    PrivacyConfig,
-    SamplingMethod,
-)
+from flwr.serverapp import GaussianPrivacyEvent, NeighboringRelation, PrivacyConfig, SamplingMethod
 from flwr.supercore.differential_privacy import (
     KEY_CLIPPING_NORM,
     add_gaussian_noise_inplace,

@@ -23,7 +23,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from fairvar.deploy.flower import Model
+from fairvar.deploy.flower.apps import Model
 from fairvar.deploy.flower.privacy import check_fits, noisy, request_facts, spent
 from fairvar.deploy.flower.secure import check_model
 from fairvar.deploy.flower.secure_server import SecureTransport

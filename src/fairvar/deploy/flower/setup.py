@@ -28,13 +28,13 @@ import torch
 from torch import nn
 
 from fairvar.data.sources import OWN
-from fairvar.deploy.flower import Model
+from fairvar.deploy.flower.apps import Model
 from fairvar.deploy.flower.privacy import PrivacySettings
 from fairvar.deploy.flower.secure import SECURE, SecureSettings, check_carries
 from fairvar.deploy.robust import check_average
 from fairvar.deploy.run import Agreement
 from fairvar.deploy.settings import OFF, FederationSettings
-from fairvar.engine.participation import Participation
+from fairvar.engine.batches import Participation
 from fairvar.errors import BadInput
 from fairvar.runs.config import Config, assign, merge_overrides, refuse_unknown
 from fairvar.runs.runner import federation_of, initial_model

@@ -1,0 +1,56 @@
+"""Ways to compute a round. All give the same numbers, within rounding; tests compare them.
+
+A kernel carries R ≥ 1 runs: in its states, outcomes and observations the run is the first axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from fairvar.engine.evaluate import Scores, Seen
+from fairvar.engine.run import Run
+from fairvar.engine.state import Outcome, State
+from fairvar.methods.base import Method
+
+Splits = tuple[str, ...]
+
+
+@runtime_checkable
+class Kernel(Protocol):
+    """What the trainer needs: engines here, and federations of remote clients in `deploy`."""
+
+    @property
+    def run(self) -> Run: ...
+
+    @property
+    def methods(self) -> Sequence[Method]: ...  # of each run
+
+    def round(self, state: State, t: int, splits: Splits | None) -> tuple[Outcome, Seen | None]:
+        """Round t of all runs, from `state`. With `splits`, also what it shows of the clients, with
+        their local models' scores on these splits."""
+
+    def scores(self, state: State, splits: Splits) -> dict[str, Scores]:
+        """The global models on the clients' samples, by split."""
+
+
+@runtime_checkable
+class Recordable(Kernel, Protocol):
+    """A kernel whose rounds can be recorded once and repeated (`cuda_graphs.py`)."""
+
+    @property
+    def shows(self) -> bool: ...  # whether `see` works, so that evaluated rounds are repeated too
+
+    def numbers(self) -> dict[str, list[float]]:
+        """The numbers of each run that may change between runs: learning rate, strengths."""
+
+    def live(self, names: Tensor, numbers: dict[str, Tensor]) -> Recordable:
+        """The same kernel, which reads these from the device."""
+
+    def compute(self, state: State, t: int) -> tuple[Outcome, Any]:
+        """Round t, and what `see` makes of it."""
+
+    def see(self, before: State, t: int, work: Any, splits: Splits) -> Seen:
+        """What round t, which started from `before`, shows of the clients."""

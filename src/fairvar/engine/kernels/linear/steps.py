@@ -1,0 +1,255 @@
+"""Several local steps of an affine model in the dual: each step touches its own samples only.
+
+A client's model is x − η (X̃_iᵀ A_i + c_i g), and its logits on a batch b are
+Z_b − η (K_i[b, :] A_i + c_i U_b): after one large product for Z and one for U, all steps are small
+products with Gram matrices.
+
+Directions of the clients of an affine model in the dual: d_i = X̃_iᵀ along_i + shared_i g.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Float64, Int64
+from torch import Tensor
+
+from fairvar.engine.batches import RoundBatches, Schedule
+from fairvar.engine.kernels.linear.dual import (
+    Batch,
+    Layout,
+    Target,
+    Tile,
+    answer,
+    bend,
+    by_client,
+    through_grams,
+)
+from fairvar.engine.server import Server
+from fairvar.tree import Tree
+
+
+class Sent(NamedTuple):
+    """What the clients received with x^t."""
+
+    mean_loss: Float64[Tensor, " runs"]
+    has_g: bool  # even where g itself is not needed: it may join the sum over clients
+    g: Tree | None = None
+    u: Float[Tensor, "runs outputs P"] | None = None  # X̃ g, where something is multiplied with g
+    squared_g: Float64[Tensor, "runs 1"] | None = None  # ‖g‖², where directions are cut
+
+
+class Slopes(NamedTuple):
+    """What the clients of a layout see in one step."""
+
+    layout: Layout
+    slope: Float[Tensor, "runs outputs P"]  # ∇f_i = X̃_iᵀ slope_i
+    p: Float[Tensor, "runs outputs P"] | None  # for the second derivative of the loss
+    u: Float[Tensor, "runs outputs P"] | None
+    grams: Callable[[], list[Tensor]]  # K_i, made only where they are needed
+
+
+class Direction(NamedTuple):
+    along: Float[Tensor, "runs outputs P"]
+    shared: Float64[Tensor, "runs m"] | None  # None: zero
+    own: Float64[Tensor, "runs m"] | None  # None: one
+
+
+def direction(
+    server: Server,
+    slopes: Slopes,
+    loss: Float64[Tensor, "runs m"],
+    sent: Sent,
+    clip_norm: float | None,
+) -> Direction:
+    """along_i = own_i D_i + γ J_i (K_i D_i − U_i), cut to the norm that is allowed."""
+    layout, along, own, shared = slopes.layout, slopes.slope, None, None
+    if not server.plain:
+        own, shared = server.coefficients(loss, sent.mean_loss)
+        along, shared = along * layout.spread(own), shared if sent.has_g else None
+    if server.method.uses_curvature:
+        moved = through_grams(layout, slopes.grams(), slopes.slope)
+        bent = bend(slopes.p, moved if slopes.u is None else moved - slopes.u)
+        strength = per_run(server.curvature, layout.share.dtype)
+        along = torch.addcmul(along, bent, layout.share * strength)
+    if clip_norm is not None:
+        norms = squared_lengths(layout, slopes.grams(), along, shared, slopes.u, sent.squared_g)
+        cut = torch.clamp(clip_norm / norms.sqrt(), max=1.0)
+        along, shared = along * layout.spread(cut), None if shared is None else shared * cut
+    return Direction(along, shared, own)
+
+
+def per_run(value: Tensor | float, dtype: torch.dtype) -> Tensor | float:
+    """A number, or one per run, as a factor of (runs, outputs, columns)."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to(dtype).unsqueeze(-1) if value.dim() else value.to(dtype)
+
+
+def squared_lengths(
+    layout: Layout,
+    grams: list[Tensor],
+    along: Float[Tensor, "runs outputs P"],
+    shared: Float64[Tensor, "runs m"] | None,
+    u: Float[Tensor, "runs outputs P"] | None,
+    squared_g: Float64[Tensor, "runs 1"] | None,
+) -> Float64[Tensor, "runs m"]:
+    """‖X̃_iᵀ along_i + shared_i g‖² = ⟨B, K B⟩ + 2 s ⟨B, U⟩ + s² ‖g‖²"""
+    found = layout.sums((along * through_grams(layout, grams, along)).sum(1))
+    if shared is None or u is None or squared_g is None:
+        return found.clamp(min=0)
+    found = found + 2 * shared * layout.sums((along * u).sum(1)) + shared**2 * squared_g
+    return found.clamp(min=0)  # rounding may leave a length of nothing below zero
+
+
+class Step(NamedTuple):
+    """The shape of one local step, the same in every round. Tables are over `ids`."""
+
+    ids: Int64[Tensor, " m"]  # clients that still train, tile by tile
+    layout: Layout
+    place: Int64[Tensor, " b"]  # of its samples in the shuffles of a round, one after the other
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """All steps of a round; the largest clients first, so that those still training are a prefix
+    of every tile, and their tiles a prefix of all tiles."""
+
+    schedule: Schedule
+    groups: list[list[int]]
+    whole: Layout  # of all training samples
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        return [self._step(number) for number in range(max(self.schedule.steps))]
+
+    @cached_property
+    def column(self) -> Int64[Tensor, " N"]:
+        """Where each row of the split stands in the layout of all samples."""
+        fixed, whole = self.schedule.constants, self.whole
+        rows = fixed.offsets[whole.client] + whole.position
+        places = torch.arange(len(rows), device=rows.device)
+        if whole.real is not None:  # padding repeats a row that stands elsewhere
+            rows, places = rows[whole.real > 0], places[whole.real > 0]
+        return torch.empty_like(self.schedule.everyone.slots.row).index_copy_(0, rows, places)
+
+    def _step(self, number: int) -> Step:
+        schedule, split = self.schedule, self.schedule.split
+        active = [[i for i in g if schedule.steps[i] > number] for g in self.groups]
+        active = [group for group in active if group]
+        ids = [i for group in active for i in group]
+        passes = [1 if schedule.full_batch else schedule.passes[i] for i in ids]
+        starts = [(number % p) * schedule.width for p in passes]
+        sizes = split.counts.tolist()
+        lengths = [min(schedule.width, sizes[i] - a) for i, a in zip(ids, starts, strict=True)]
+        cuts = [sum(map(len, active[:k])) for k in range(len(active) + 1)]
+        tiles = [range(a, b) for a, b in pairwise(cuts)]
+        share = self.whole.share
+        layout = Layout.build(tiles, lengths, share.device, share.dtype)
+        numbers = [0 if schedule.full_batch else number // p for p in passes]
+        first = [
+            k * len(split.client) + split.offsets[i] + a
+            for k, i, a in zip(numbers, ids, starts, strict=True)
+        ]
+        place = torch.tensor(first, device=share.device)[layout.client] + layout.position
+        return Step(torch.tensor(ids, device=share.device), layout, place)
+
+    @cached_property
+    def first(self) -> tuple[Layout, Int64[Tensor, " b"]]:
+        """The first step with tables over all clients, and its places in the first shuffle."""
+        share = self.whole.share
+        layout = Layout.build(self.groups, self.schedule.lengths, share.device, share.dtype)
+        return layout, self.schedule.constants.offsets[layout.client] + layout.position
+
+    def columns(self, step: Step, batches: RoundBatches) -> Int64[Tensor, " b"]:
+        """Where this round's samples of a step stand among all samples."""
+        rows = batches.shuffled.flatten().index_select(0, step.place)
+        return self.column.index_select(0, rows)
+
+    def first_share(self, batches: RoundBatches) -> Float[Tensor, " P"]:
+        """Of each sample in its client's first batch; zero for the others."""
+        step = self.steps[0]
+        columns = self.columns(step, batches)
+        return torch.zeros_like(self.whole.share).index_add_(0, columns, step.layout.share)
+
+
+@dataclass
+class Walk:
+    """The clients on their way: A_i, c_i and what does not change while they train."""
+
+    batch: Batch
+    z: Float[Tensor, "runs outputs P"]
+    u: Float[Tensor, "runs outputs P"] | None
+    along: Float[Tensor, "runs outputs P"]
+    shared: Float64[Tensor, "runs n"] | None
+
+    def take(
+        self,
+        step: Step,
+        columns: Int64[Tensor, " b"],
+        server: Server,
+        sent: Sent,
+        fixed_loss: Float64[Tensor, "runs n"] | None,
+        lr: Tensor | float,
+        clip_norm: float | None,
+    ) -> Direction:
+        """One step of all clients that still train."""
+        rows = self._gram_rows(step, columns)
+        u = None if self.u is None else self.u.index_select(-1, columns)
+        moved = self._moved(step, rows, u)
+        z = self.z.index_select(-1, columns) - per_run(lr, moved.dtype) * moved
+        value, label = self.batch.target
+        target = Target(
+            value.index_select(-1, columns),
+            None if label is None else label.index_select(-1, columns),
+        )
+        found = answer(z, target)
+        slope = found.slope * step.layout.share
+        slopes = Slopes(step.layout, slope, found.p, u, lambda: self._square(step, rows, columns))
+        loss = step.layout.means(found.loss) if fixed_loss is None else fixed_loss[:, step.ids]
+        made = direction(server, slopes, loss, sent, clip_norm)
+        self.along.index_add_(-1, columns, made.along)
+        if made.shared is not None:
+            if self.shared is None:
+                self.shared = made.shared.new_zeros(len(made.shared), len(self.batch.layout.length))
+            self.shared.index_add_(1, step.ids, made.shared)
+        return made
+
+    def _gram_rows(self, step: Step, columns: Tensor) -> list[Float[Tensor, "m b width"]]:
+        """K_i[b, :] of the clients that still train, tile by tile."""
+        found = []
+        for part, tile, matrix in self._tiles(step):
+            places = columns[part.columns] - tile.start
+            rows = matrix.flatten(0, 1).index_select(0, places)
+            found.append(rows.unflatten(0, (part.count, part.width)))
+        return found
+
+    def _square(self, step: Step, rows: list[Tensor], columns: Tensor) -> list[Tensor]:
+        """K_i[b, b]"""
+        found = []
+        for (part, tile, _), matrix in zip(self._tiles(step), rows, strict=True):
+            position = (columns[part.columns] - tile.start) % tile.width
+            position = position.unflatten(0, (part.count, 1, part.width))
+            found.append(matrix.gather(2, position.expand(-1, part.width, -1)))
+        return found
+
+    def _moved(self, step: Step, rows: list[Tensor], u: Tensor | None) -> Tensor:
+        """K_i[b, :] A_i + c_i U_b"""
+        parts = []
+        for (part, tile, _), matrix in zip(self._tiles(step), rows, strict=True):
+            product = by_client(self.along, tile)[: part.count] @ matrix.mT
+            parts.append(product.transpose(0, 1).reshape(*self.z.shape[:2], -1))
+        moved = torch.cat(parts, -1)
+        if u is None or self.shared is None:
+            return moved
+        return torch.addcmul(moved, u, step.layout.spread(self.shared[:, step.ids]))
+
+    def _tiles(self, step: Step) -> list[tuple[Tile, Tile, Tensor]]:
+        """The tiles of the step, those of all samples that they are part of, and the Grams."""
+        whole = self.batch.layout.tiles
+        return list(zip(step.layout.tiles, whole, self.batch.grams, strict=False))

@@ -1,0 +1,187 @@
+"""The reference: client after client, a module, autograd and plain sums. The oracle of the tests.
+
+Slow on purpose, and without the engine's tricks: own forward passes, torch's own batch norm,
+Hessian-vector products by differentiating twice, the methods exactly as their papers' boxes. The
+arithmetic of one client is also that of the nodes of a real federation (`deploy/client.py`), where
+`run.federation` holds the samples of this client only.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fairvar.engine.kernels.vmapped import Observer, Trained
+from fairvar.engine.run import Run
+from fairvar.engine.server import Answers, Server, aggregate
+from fairvar.engine.state import Outcome, State
+from fairvar.methods.base import Method
+from fairvar.models.twice import hessian_product
+from fairvar.tree import Tree, add, scale, squared_norm, stack, subtract, weighted_sum
+
+
+class Probed(NamedTuple):
+    """What a client sees at x^t."""
+
+    loss: Tensor  # f_i
+    gradient: Tree  # ∇f_i
+    buffers: Tree  # after a pass in training mode over the batch
+
+
+def load(run: Run, params: Tree, buffers: Tree) -> nn.Module:
+    """The model as the server sent it."""
+    module = copy.deepcopy(run.task.original)
+    module.load_state_dict({**params, **buffers}, strict=False)
+    return module
+
+
+def probe(run: Run, method: Method, sent: nn.Module, t: int, client: int) -> Probed:
+    """f_i and ∇f_i at x^t, on the round's first batch; f_i on all samples if the method says so."""
+    x, y = _batches(run, t, client)[0]
+    module = copy.deepcopy(sent)  # batch norm counts what it sees
+    named = _trainable(module)
+    loss = run.task.loss(module(x), y).mean()
+    found = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
+    if method.loss_data == "full":
+        loss = full_loss(run, sent, client)
+    gradient = dict(zip(named, found, strict=True))
+    return Probed(loss.detach().double(), gradient, buffers_of(run, module))
+
+
+def full_loss(run: Run, sent: nn.Module, client: int) -> Tensor:
+    """f_i on all training samples, in evaluation mode."""
+    evaluating = copy.deepcopy(sent).eval()
+    x, y = run.federation.train.of(client)
+    with torch.no_grad():
+        return run.task.loss(evaluating(x), y).mean()
+
+
+def train(
+    run: Run,
+    method: Method,
+    sent: nn.Module,
+    t: int,
+    client: int,
+    loss: Tensor | None,
+    a: Tensor,
+    g: Tree | None,
+) -> tuple[nn.Module, Tensor]:
+    """The client's model after its local steps, and the factor of its own gradient in the first.
+
+    `loss` is f_i for methods that take it once, at x^t on all samples; the batch's otherwise.
+    """
+    module = copy.deepcopy(sent)
+    fixed = loss.to(run.dtype) if loss is not None and method.loss_data == "full" else None
+    factors = []
+    for x, y in _batches(run, t, client):
+        factors.append(_local_step(run, method, module, x, y, fixed, a.to(run.dtype), g))
+    return module, factors[0]
+
+
+def stepped(
+    method: Method, x: Tree, probed: Probed, a: Tensor, g: Tree, lr: float, clip_norm: float | None
+) -> Tree:
+    """x_i after one step, from what the client saw: as `train` makes it, where no curvature is
+    needed. So a server can take the step in the client's place."""
+    dtype = next(iter(x.values())).dtype
+    own, shared = method.coefficients(probed.loss.to(dtype), a.to(dtype))
+    direction = _clipped(_direction(probed.gradient, own, g, shared), clip_norm)
+    return {name: leaf - lr * direction[name] for name, leaf in x.items()}
+
+
+def params_of(run: Run, module: nn.Module) -> Tree:
+    own = dict(module.named_parameters())
+    return {name: own[name].detach() for name in run.task.params}
+
+
+def buffers_of(run: Run, module: nn.Module) -> Tree:
+    own = dict(module.named_buffers())
+    return {name: own[name].detach() for name in run.task.buffers}
+
+
+def _local_step(
+    run: Run,
+    method: Method,
+    module: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    fixed_loss: Tensor | None,
+    a: Tensor,
+    g: Tree | None,
+) -> Tensor:
+    """x_i ← x_i − η (own ∇f_i + shared g + γ ∇²f_i (∇f_i − g)); returns own."""
+    named = _trainable(module)
+    with run.kernels():
+        loss = run.task.loss(module(x), y).mean()
+    graph, leaves = method.uses_curvature, list(named.values())
+    slopes = torch.autograd.grad(loss, leaves, create_graph=graph, materialize_grads=True)
+    gradient = {k: s.detach() for k, s in zip(named, slopes, strict=True)}
+    own, shared = method.coefficients(loss.detach() if fixed_loss is None else fixed_loss, a)
+    direction = _direction(gradient, own, g, shared)
+    if graph:
+        away = gradient if g is None else subtract(gradient, g)
+        products = hessian_product(slopes, leaves, list(away.values()))
+        direction = add(direction, dict(zip(named, products, strict=True)), method.curvature)
+    direction = _clipped(direction, run.clip_norm)
+    with torch.no_grad():
+        for name, parameter in named.items():
+            parameter.sub_(run.lr * direction[name])
+    return torch.as_tensor(own, dtype=loss.dtype, device=loss.device)
+
+
+def _direction(gradient: Tree, own: Tensor | float, g: Tree | None, shared: Tensor | float) -> Tree:
+    direction = scale(gradient, own)
+    return direction if g is None else add(direction, g, shared)
+
+
+def _clipped(direction: Tree, clip_norm: float | None) -> Tree:
+    if clip_norm is None:
+        return direction
+    norm = float(squared_norm(direction).sqrt())
+    return scale(direction, min(1.0, clip_norm / norm) if norm > 0 else 1.0)
+
+
+def _batches(run: Run, t: int, client: int) -> list[tuple[Tensor, Tensor]]:
+    drawn, split = run.schedule.round(t), run.federation.train
+    who, found = torch.tensor([client], device=run.device), []
+    for step in range(run.schedule.steps[client]):
+        rows, real = drawn.rows(step, who)
+        found.append((split.x[rows[real]], split.y[rows[real]]))
+    return found
+
+
+def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {k: p for k, p in module.named_parameters() if p.requires_grad}
+
+
+def reference_round(run: Run, state: State, t: int, observe: Observer | None = None) -> Outcome:
+    method, ids = run.method.at_round(t), run.participation.of_round(t)
+    share = run.method.share(run.federation.sizes[ids]).to(run.device)
+    sent = load(run, state.x, state.buffers)
+
+    # Before training: f_i and ∇f_i at x^t, on the first batch (exact methods average them now).
+    first = [probe(run, method, sent, t, i) for i in ids.tolist()]
+    loss, gradient = torch.stack([f.loss for f in first]), stack([f.gradient for f in first])
+    mean_loss, mean_gradient = share @ loss, weighted_sum(share, gradient)
+    a, g = (mean_loss, mean_gradient) if method.probes else (state.mean_loss, state.mean_gradient)
+
+    # Local steps.
+    trained = [
+        train(run, method, sent, t, i, f, a, g) for i, f in zip(ids.tolist(), loss, strict=True)
+    ]
+    params = [params_of(run, module) for module, _ in trained]
+    buffers = [buffers_of(run, module) for module, _ in trained]
+    own = torch.stack([factor for _, factor in trained]).double()
+    ids = ids.to(run.device)
+    if observe is not None:
+        after = stack(buffers) if state.buffers else {}
+        observe(Trained(ids, stack(params), after, loss, gradient, own))
+
+    # Server.
+    kept = mean_gradient if run.method.reports_gradient else None
+    server = Server(method, share, ids, run.clients)
+    answers = Answers(loss, params, buffers, own)
+    return aggregate(server, state, answers, mean_loss, kept, run.lr)

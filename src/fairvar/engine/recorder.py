@@ -1,0 +1,229 @@
+"""What is observed of R runs: per round, at evaluated rounds, and as the tables of a History."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float64
+from torch import Tensor
+
+from fairvar.engine.evaluate import Scores, Seen
+from fairvar.engine.history import History, Key, Tables, history_from_tables
+from fairvar.engine.run import Run
+from fairvar.engine.settings import EvaluateSettings
+from fairvar.engine.state import GOING, DoesNotFit, Outcome, State
+from fairvar.methods.base import Method
+from fairvar.tree import is_finite, size
+
+PER_ROUND = ("loss", "weights", "ascended")
+SCORES = ("accuracy/", "evaluated_loss/")  # then the split and the model
+
+
+class Checkpoint(NamedTuple):
+    """Enough to continue a run; without `tables` its history starts anew."""
+
+    state: State
+    tables: Tables | None
+
+    @property
+    def diverged_at(self) -> int:
+        """Of a run that is carried along to the end because others still train."""
+        return int((self.tables or {}).get("diverged_at", torch.tensor(GOING)))
+
+
+class Evaluation(NamedTuple):
+    """Of all runs after a round; NaN for clients without samples, and what was not observed."""
+
+    scores: dict[Key, Scores]
+    gradient_variance: Float64[Tensor, " runs"]
+    update_norm: Float64[Tensor, "runs n"]
+
+    @staticmethod
+    def build(shared: Mapping[str, Scores], seen: Seen | None, loss: Tensor) -> Evaluation:
+        """`loss` gives the shape of what was not observed."""
+        scores: dict[Key, Scores] = {}
+        for split, found in shared.items():
+            scores[split, "global"] = found
+            if seen is not None:
+                scores[split, "local"] = seen.local[split]
+        if seen is not None:
+            return Evaluation(scores, seen.gradient_variance, seen.update_norm)
+        nothing = torch.full_like(loss, torch.nan)
+        return Evaluation(scores, nothing[:, 0], nothing)
+
+    def is_finite(self, all_answer: bool) -> Bool[Tensor, " runs"]:
+        """False where a model is so far off that its losses overflow. Where all clients answer, a
+        global model without a single loss has overflowed too."""
+        fine = ~torch.isinf(self.update_norm).any(1)
+        for (_, model), scores in self.scores.items():
+            fine &= ~torch.isinf(scores.loss).any(1)
+            if model == "global" and all_answer:
+                fine &= ~torch.isnan(scores.loss).all(1)
+        return fine
+
+
+@dataclass
+class Recorder:
+    """Keeps everything on the runs' device until it is asked for tables.
+
+    A single run keeps every round. Runs of a grid keep evaluated rounds: a grid has thousands.
+    """
+
+    run: Run  # of the first; all have its model and its clients
+    methods: Sequence[Method]  # of each run
+    before: Sequence[Tables]  # of each run, from its checkpoint
+    first_round: int
+    every_round: bool
+    rounds: list[tuple[int, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    evaluations: list[tuple[int, Evaluation]] = field(default_factory=list)
+
+    def write(self, t: int, outcome: Outcome) -> None:
+        """Round t of all runs; for runs that had diverged, the rows are left out later."""
+        weights = outcome.weights.expand_as(outcome.loss)
+        self.rounds.append((t, outcome.loss, weights, outcome.ascended))
+
+    def write_evaluation(self, rounds_done: int, evaluation: Evaluation) -> None:
+        self.evaluations.append((rounds_done, evaluation))
+
+    def tables(self, diverged_at: Sequence[int], done: Sequence[int]) -> list[Tables]:
+        """All observations of each run as flat tensors: the content of a checkpoint and of a
+        History. `done`: the rounds behind each run."""
+        whole, ends = self._whole(), [_end(t) for t in diverged_at]
+        observed = torch.tensor([t for t, *_ in self.rounds], dtype=torch.int64)
+        evaluated = torch.tensor([t for t, _ in self.evaluations], dtype=torch.int64)
+        found = []
+        for r, (end, before) in enumerate(zip(ends, self.before, strict=True)):
+            rows, seen = observed < end - (not self.every_round), evaluated < end
+            new = {k: v[rows if k in PER_ROUND else seen, r] for k, v in whole.items()}
+            new["evaluated"] = evaluated[seen]
+            tables = _continued(before, new, self.run.clients)
+            tables["counters"] = self._counters(r, done[r])
+            tables["diverged_at"] = torch.tensor(diverged_at[r])
+            found.append(tables)
+        return found
+
+    def _whole(self) -> Tables:
+        """Tables over (rounds, runs, clients) or (rounds, runs)."""
+        if not self.rounds:
+            return {}
+        _, *columns = zip(*self.rounds, strict=True)
+        found = {
+            name: torch.stack(list(column)).cpu()
+            for name, column in zip(PER_ROUND, columns, strict=True)
+        }
+        seen = [evaluation for _, evaluation in self.evaluations]
+        if not seen:
+            return found
+        found["gradient_variance"] = torch.stack([e.gradient_variance for e in seen]).cpu()
+        found["update_norm"] = torch.stack([e.update_norm for e in seen]).cpu()
+        for split, model in seen[0].scores:
+            scores = [e.scores[split, model] for e in seen]
+            found[f"accuracy/{split}/{model}"] = torch.stack([s.accuracy for s in scores]).cpu()
+            found[f"evaluated_loss/{split}/{model}"] = torch.stack([s.loss for s in scores]).cpu()
+        return found
+
+    def _counters(self, r: int, done: int) -> Tensor:
+        """Exchanges, bytes down and bytes up of one client, over the rounds that were done."""
+        before = self.before[r].get("counters", torch.zeros(3, dtype=torch.int64))
+        model, buffers = size(self.run.task.params), size(self.run.task.buffers)
+        exchanges = down = up = 0
+        for t in range(self.first_round, done):
+            traffic = self.methods[r].at_round(t).traffic(model, buffers)
+            exchanges += traffic.exchanges
+            down, up = down + traffic.floats_down, up + traffic.floats_up
+        width = torch.finfo(self.run.dtype).bits // 8
+        return before + torch.tensor([exchanges, down * width, up * width])
+
+    def history(
+        self,
+        made: Checkpoint,
+        r: int,
+        samples: Mapping[str, Tensor],
+        birth: Mapping[str, Any],
+    ) -> History:
+        """Of run r, whose last checkpoint is `made`."""
+        state, tables, diverged_at = made.state, made.tables or {}, made.diverged_at
+        if diverged_at == GOING and not is_finite(state.params):
+            diverged_at = state.round  # in the last round, where no evaluation has seen it
+        rounds, observed = len(tables["loss"]), tables["evaluated"] - 1
+        if self.every_round:
+            observed = torch.arange(state.round - rounds, state.round)
+        else:
+            rounds = state.round - (0 if self.before[r] else self.first_round)
+        return history_from_tables(
+            tables,
+            method=self.methods[r],
+            state=state,
+            rounds=rounds,
+            observed=observed,
+            samples=samples,
+            classifies=self.run.task.classifies,
+            diverged_at=None if diverged_at == GOING else diverged_at,
+            birth=birth,
+        )
+
+
+def _end(diverged_at: int) -> float:
+    return float("inf") if diverged_at == GOING else diverged_at
+
+
+def _continued(before: Tables, new: Tables, clients: int) -> Tables:
+    """The rows of both; tables without rows where there are none."""
+    whole = torch.zeros(0, clients, dtype=torch.float64)
+    empty: Tables = {
+        "loss": whole,
+        "weights": whole,
+        "ascended": whole[:, 0],
+        "evaluated": torch.zeros(0, dtype=torch.int64),
+        "gradient_variance": whole[:, 0],
+        "update_norm": whole,
+    }
+    scores = [name for name in {**before, **new} if name.startswith(SCORES)]
+    return {
+        name: torch.cat([part.get(name, empty.get(name, whole)) for part in (before, new)])
+        for name in (*empty, *scores)
+    }
+
+
+def scored_keys(splits: Sequence[str], when: EvaluateSettings) -> list[Key]:
+    """What an evaluation scores."""
+    models = ("global", "local") if when.local else ("global",)
+    return [(split, model) for split in splits for model in models]
+
+
+def check_tables(
+    start: Checkpoint, clients: int, scored: Sequence[Key], every_round: bool = True
+) -> None:
+    """Whether the tables of a checkpoint are what a run would have written that scores these splits
+    and models. They come from files."""
+    tables, rounds = start.tables, start.state.round
+    if tables is None:
+        return
+    rows, seen = (len(tables[n]) if n in tables and tables[n].ndim else -1
+                  for n in ("loss", "evaluated"))  # fmt: skip
+    keys = [f"{what}{split}/{model}" for what in SCORES for split, model in scored if seen > 0]
+    wanted = {
+        "loss": (rows, clients),
+        "weights": (rows, clients),
+        "ascended": (rows,),
+        "evaluated": (seen,),
+        "gradient_variance": (seen,),
+        "update_norm": (seen, clients),
+        "counters": (3,),
+        **dict.fromkeys(keys, (seen, clients)),
+    }
+    for name, shape in wanted.items():
+        if name not in tables or tuple(tables[name].shape) != shape:
+            found = tuple(tables[name].shape) if name in tables else "absent"
+            raise DoesNotFit(f"its table {name} is {found}")
+    after = tables["evaluated"].tolist()
+    if rows > rounds or after != sorted(set(after)) or not all(0 < t <= rounds for t in after):
+        raise DoesNotFit(f"its tables are of other rounds than the {rounds} that it has done")
+    unknown = {n for n in tables if n.startswith(SCORES)} - set(keys)
+    if unknown:
+        raise DoesNotFit(f"its table {min(unknown)} is not known")
+    if not every_round and rows != seen:
+        raise DoesNotFit("its tables have rows of rounds that were not evaluated")

@@ -1,0 +1,141 @@
+"""The only round loop. A single run, a grid of runs and a federation of remote clients pass here.
+
+One round t of the runs that a kernel carries:
+
+    outcome, seen = kernel.round(state, t, splits)    clients train, the server aggregates
+    state = settle(state, outcome)                    x ← x − update; diverged runs stay as they are
+    recorder.write(outcome)                           losses and weights
+    if the round is evaluated:
+        kernel.scores(state)                          the new global model on all clients
+        recorder.write_evaluation(…, seen)            with what the round showed of local models
+    keep(checkpoints), progress(t + 1, rounds)        as the caller wishes
+
+In states, outcomes and tables the run is the first axis. Rows never mix, so a run that diverges
+does not disturb the others; its later rows are left out of its tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from fairvar.engine.cuda_graphs import Captured, acts_alike, try_step
+from fairvar.engine.evaluate import Seen
+from fairvar.engine.kernels import Kernel, Splits
+from fairvar.engine.recorder import Checkpoint, Evaluation, Recorder
+from fairvar.engine.state import GOING, Outcome, State, settle, stack_states
+
+Progress = Callable[[int, int], None]  # (rounds done, rounds in all)
+Keep = Callable[[int, Callable[[], list[Checkpoint]]], None]  # (rounds done, make checkpoints)
+
+
+def train_rounds(
+    parts: Sequence[Runs],
+    rounds: int,
+    every: int,
+    progress: Progress | None = None,
+    keep: Keep | None = None,
+) -> None:
+    """All rounds of all parts, which take turns; `every`: how many rounds make an evaluation.
+
+    After every round `keep` may ask for checkpoints, in the order of the parts and their runs.
+    `progress` may raise to stop.
+    """
+    for t in range(max(part.first_round for part in parts), rounds):
+        due = (t + 1) % every == 0 or t + 1 == rounds
+        for part in parts:
+            part.step(due)
+        alone = len(parts) == 1 and parts[0].alone
+        if (alone or due) and not any(bool(part.going.any()) for part in parts):
+            return  # all runs have diverged
+        if keep is not None:
+            keep(t + 1, lambda: [made for part in parts for made in part.checkpoints()])
+        if progress is not None:
+            progress(t + 1, rounds)
+
+
+class Runs:
+    """The runs that one kernel carries, on their way."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        starts: Sequence[Checkpoint],
+        splits: Splits,
+        local: bool,
+        every_round: bool = True,
+        all_answer: bool = True,
+    ) -> None:
+        """`starts`: where each run begins or continues; `local`: evaluate local models too;
+        `every_round`: record all rounds, not only evaluated ones; `all_answer`: every client with
+        samples has scores (a remote client may be silent)."""
+        going = [start.state.round for start in starts if start.diverged_at == GOING]
+        self.first_round = max(going, default=max(start.state.round for start in starts))
+        self.kernel, self.splits, self.local = kernel, splits, local
+        self.every_round, self.all_answer = every_round, all_answer
+        self.state = replace(stack_states([s.state for s in starts]), round=self.first_round)
+        diverged = [start.diverged_at for start in starts]
+        self.diverged_at = torch.tensor(diverged, device=self.state.mean_loss.device)
+        before = [start.tables or {} for start in starts]
+        self.recorder = Recorder(kernel.run, kernel.methods, before, self.first_round, every_round)
+        self.captured: Captured | None = None
+
+    @property
+    def alone(self) -> bool:
+        return len(self.diverged_at) == 1
+
+    @property
+    def going(self) -> Bool[Tensor, " runs"]:
+        return self.diverged_at == GOING
+
+    def step(self, due: bool) -> None:
+        """The next round, evaluated if it is due."""
+        t = self.state.round
+        outcome, seen = self._round(t, self.splits if due and self.local else None)
+        if self.every_round or due:
+            self.recorder.write(t, outcome)
+        if due and bool(self.going.any()):
+            self._evaluate(outcome, seen)
+
+    def _round(self, t: int, splits: Splits | None) -> tuple[Outcome, Seen | None]:
+        """Moves `state` and `diverged_at` on."""
+        if self._repeats(t, splits):
+            assert self.captured is not None
+            found = try_step(self.captured, self.state, self.diverged_at, splits)
+            if found is not None:
+                made, seen = found
+                self.state, self.diverged_at = made.state, made.diverged_at
+                return made.outcome, seen
+            self.captured = None
+        outcome, seen = self.kernel.round(self.state, t, splits)
+        self.state, self.diverged_at = settle(self.state, self.diverged_at, outcome, t + 1)
+        return outcome, seen
+
+    def _repeats(self, t: int, splits: Splits | None) -> bool:
+        """Whether round t is computed by repeating a recorded one."""
+        if self.captured is None or not (splits is None or self.captured.kernel.shows):
+            return False
+        return all(acts_alike(method, t) for method in self.kernel.methods)
+
+    def _evaluate(self, outcome: Outcome, seen: Seen | None) -> None:
+        done = self.state.round
+        shared = self.kernel.scores(self.state, self.splits)
+        evaluation = Evaluation.build(shared, seen, outcome.loss)
+        bad = ~evaluation.is_finite(self.all_answer) & self.going
+        self.diverged_at.copy_(torch.where(bad, done, self.diverged_at))
+        self.recorder.write_evaluation(done, evaluation)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Of each run: its own state, as a single run would have left it, and its tables."""
+        diverged = self.diverged_at.tolist()
+        done = [self.state.round if d == GOING else d for d in diverged]
+        states = [self._state_of(r, rounds) for r, rounds in enumerate(done)]
+        tables = self.recorder.tables(diverged, done)
+        return [Checkpoint(*made) for made in zip(states, tables, strict=True)]
+
+    def _state_of(self, r: int, rounds: int) -> State:
+        return replace(self.state.map(lambda leaf: leaf[r].clone()), round=rounds)
