@@ -1,4 +1,4 @@
-"""From a data set's name to a `Federation`: deal the samples, split each client, note it all."""
+"""From a data set to a `Federation`: samples are dealt to clients, and each client's are split."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Float, Int64, Integer
 
 from fairvar import rng
 from fairvar.data import builtin, sources
-from fairvar.data.dataset import Dataset, check_part, subsample
+from fairvar.data.dataset import Dataset, check_part, largest_remainders, subsample
 from fairvar.data.federation import SPLITS, Federation, Split
 from fairvar.data.partition import Assignment, Dirichlet, Natural, Partition, statistics_of
 from fairvar.errors import BadInput, shown, unknown
@@ -77,7 +77,7 @@ def load_federation(
         raise unknown("data set", name, DATASET_NAMES)
     if not isinstance(root, str | Path | None):
         raise BadInput(f"root = {shown(root)}: give the path of a folder or file")
-    _check_wishes(clients, partition, seed, split, holdout, pool_samples, fraction, samples)
+    _check_request(clients, partition, seed, split, holdout, pool_samples, fraction, samples)
     data: Dataset | Federation
     if name in sources.SOURCES:
         data = sources.load(name, root, pool=holdout == "pool")
@@ -115,7 +115,7 @@ def build_federation(
         raise BadInput(f"dataset must be a fairvar Dataset, not {type(dataset).__name__}")
     if partition is None:
         raise BadInput(f"partition = None: {PARTITION}")
-    _check_wishes(clients, partition, seed, split, holdout, pool_samples, fraction, samples)
+    _check_request(clients, partition, seed, split, holdout, pool_samples, fraction, samples)
     dataset = subsample(dataset, fraction, samples)
     if holdout == "auto":
         holdout = "split" if dataset.pool_x is None else "pool"
@@ -126,7 +126,12 @@ def build_federation(
         rows = _from_pool(dataset, assignment, seed, pool_samples)
     else:
         rows = _from_split(assignment, seed, shares)
+    scale = dataset.scale
     drawn = {
+        "dataset": dataset.name,
+        "dataset_sha256": dataset.sha256,
+        "provenance": dataset.provenance,
+        "normalisation": scale and {"mean": list(scale.mean), "sd": list(scale.sd)},
         "fraction": fraction,
         "samples": samples,
         "partition": msgspec.to_builtins(partition),
@@ -136,7 +141,7 @@ def build_federation(
         "pool_samples": pool_samples if holdout == "pool" else None,
         "split_sizes": {part: [len(r) for r in of] for part, of in rows.items()},
     }
-    facts = {**statistics_of(dataset.y, assignment), **_facts(dataset), **drawn}
+    facts = {**statistics_of(dataset.y, assignment), **drawn}
     splits: dict[str, Any] = {
         part: _laid_out(dataset, of, holdout == "pool" and part != "train")
         for part, of in rows.items()
@@ -144,24 +149,14 @@ def build_federation(
     return Federation(**splits, classes=dataset.classes, name=dataset.name, provenance=facts)
 
 
-def _facts(dataset: Dataset) -> dict[str, Any]:
-    scale = dataset.scale
-    return {
-        "dataset": dataset.name,
-        "dataset_sha256": dataset.sha256,
-        "provenance": dataset.provenance,
-        "normalisation": scale and {"mean": list(scale.mean), "sd": list(scale.sd)},
-    }
-
-
 PARTITION = "give an object such as Dirichlet(alpha=0.1), Shards(), IID() or Natural()"
 
 
-def _check_wishes(
+def _check_request(
     clients: object, partition: object, seed: object, split: object, holdout: object,
     pool_samples: object, fraction: object, samples: object,
 ) -> None:  # fmt: skip
-    """All that can be said before anything large is read."""
+    """Everything that can be checked before the data are read."""
     for name, value, least in (
         ("clients", clients, 1), ("seed", seed, 0), ("pool_samples", pool_samples, 1),
         ("samples", samples, 1),
@@ -277,10 +272,7 @@ def _label_quota(
     share: Float[np.ndarray, " labels"] = count / count.sum()
     fits = int((room[held] / share[held]).min() + 1e-9)
     exact = share * min(wanted, max(fits, 1))
-    quota = np.floor(exact + 1e-9).astype(np.int64)
-    missing = round(float(exact.sum())) - int(quota.sum())
-    quota[np.argsort(quota - exact, kind="stable")[:missing]] += 1
-    return np.minimum(quota, room)
+    return np.minimum(largest_remainders(exact, round(float(exact.sum()))), room)
 
 
 def _laid_out(dataset: Dataset, rows: Rows, from_pool: bool) -> Split:

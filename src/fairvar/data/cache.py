@@ -1,7 +1,7 @@
-"""Where downloads and decoded images are kept, and how files are written there: whole or not.
+"""The cache: downloads, decoded images and checksums.
 
-A decoded set has its SHA-256 in a file beside it. A damaged one is decoded again, and a cache
-that cannot be written costs time only; both say so in one line on the standard error.
+A decoded data set has its SHA-256 in a second file. A damaged one is decoded again, and a cache
+that cannot be written costs time only; both print one line on the standard error.
 
 `sha256/` remembers the checksums of data sets by their files' paths, sizes, times and inodes, so
 that a data set is read once to know which it is.
@@ -17,7 +17,6 @@ import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,16 +28,6 @@ MOST_NOTE = 1 << 10  # a remembered checksum
 VERSION = "1"  # of the decoding: raised when the same files would give other arrays
 # A file may be written again within one tick of its clock, with the same time (FAT's are 2 s long).
 SETTLED = 2.0
-
-
-class Stamp(NamedTuple):
-    """A file without its content. Programs can set `changed` back (`cp -p`), but not `status`."""
-
-    name: str
-    size: int
-    changed: int  # nanoseconds
-    status: int  # when the file's entry changed, nanoseconds
-    inode: int
 
 
 def cache_dir() -> Path:
@@ -81,33 +70,34 @@ def _say(line: str) -> None:
 
 
 def _identity(name: str, paths: Sequence[Path]) -> str | None:
-    """Of an archive its content, of a folder the stamps of its files; None while these are new."""
+    """Of an archive its content, of a folder the state of its files; None while these are new."""
     found = hashlib.sha256(f"{VERSION} {name}".encode())
     for path in paths:
         try:
             if path.is_file():
                 found.update(file_digest(path).encode())
-            stamps = _stamps(path) if path.is_dir() else []
+            elif path.is_dir():
+                state, settled = _state(path)
+                if not settled:
+                    return None
+                found.update(state)
         except OSError as error:
             raise unreadable(path, error) from None
-        if not _are_settled(stamps):
-            return None
-        found.update(b"".join(map(_line, stamps)))
     return found.hexdigest()
 
 
 def remembered_sha256(name: str, paths: Sequence[Path], compute: Callable[[], str]) -> str:
-    """`compute()` of these files, or what it gave when they had the same stamps."""
+    """`compute()` of these files, or what it gave when their state was the same."""
     try:
-        stamps = [stamp for path in paths for stamp in _stamps(path)]
+        states = [_state(path) for path in paths]
     except OSError:
         return compute()  # which says what is missing
-    settled = _are_settled(stamps)
     summed = hashlib.sha256(f"{VERSION} {name}".encode())
-    summed.update(b"".join(os.fsencode(path.absolute()) + b"\n" for path in paths))
-    summed.update(b"".join(map(_line, stamps)))
+    for path, (state, _) in zip(paths, states, strict=True):
+        summed.update(os.fsencode(path.absolute()) + b"\n" + state)
     key = summed.hexdigest()
     file = cache_dir() / "sha256" / key[:32]
+    settled = all(settled for _, settled in states)
     if settled and (known := _recall(file, key)):
         return known
     found = compute()
@@ -129,26 +119,20 @@ def _check(key: str, found: str) -> str:
     return hashlib.sha256(f"{key} {found}".encode()).hexdigest()
 
 
-def _are_settled(stamps: Sequence[Stamp]) -> bool:
-    newest = max((max(stamp.changed, stamp.status) for stamp in stamps), default=0)
-    return newest < time.time_ns() - SETTLED * 1e9
-
-
-def _line(stamp: Stamp) -> bytes:
-    return "\0".join(map(str, stamp)).encode(errors="surrogateescape") + b"\n"
-
-
-def _stamps(path: Path) -> list[Stamp]:
-    """Of a file, or of all files below a folder, in a fixed order."""
-    if not path.is_dir():
-        return [_stamp(path, path.name)]
-    files = [Path(e.path) for e in walk(path) if not e.is_dir(follow_symlinks=False)]
-    return sorted(_stamp(file, os.path.relpath(file, path)) for file in files)
-
-
-def _stamp(path: Path, name: str) -> Stamp:
-    facts = path.stat() if path.exists() else path.lstat()
-    return Stamp(name, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino)
+def _state(path: Path) -> tuple[bytes, bool]:
+    """Names, sizes, times and inodes of a file or of all files below a folder, and whether they are
+    older than a tick of the clock. (Programs can set a file's time back, but not its entry's.)"""
+    files = [path]
+    if path.is_dir():
+        files = sorted(Path(e.path) for e in walk(path) if not e.is_dir(follow_symlinks=False))
+    lines, newest = [], 0
+    for file in files:
+        facts = file.stat() if file.exists() else file.lstat()
+        newest = max(newest, facts.st_mtime_ns, facts.st_ctime_ns)
+        numbers = (facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns, facts.st_ino)
+        lines.append("\0".join((os.path.relpath(file, path.parent), *map(str, numbers))) + "\n")
+    settled = newest < time.time_ns() - SETTLED * 1e9
+    return "".join(lines).encode(errors="surrogateescape"), settled
 
 
 def _save(file: Path, samples: Samples) -> None:

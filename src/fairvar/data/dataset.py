@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Float32, Int64, Integer, Shaped, UInt8
+from jaxtyping import Float, Float32, Int64, Integer, Shaped, UInt8
 
 from fairvar import rng
 from fairvar.errors import BadInput, shown
@@ -197,15 +197,20 @@ def check_part(fraction: float, samples: int | None) -> None:
         raise BadInput(f"samples = {samples}; use at least 1")
 
 
+def largest_remainders(exact: Float[np.ndarray, " n"], total: int) -> Int64[np.ndarray, " n"]:
+    """Whole numbers near the exact ones that sum to `total`: rounded down, then the largest
+    remainders up."""
+    found = np.floor(exact + 1e-9).astype(np.int64)
+    found[np.argsort(found - exact, kind="stable")[: total - int(found.sum())]] += 1
+    return found
+
+
 def stratified(
     labels: Integer[np.ndarray, " N"], wanted: int, name: str
 ) -> Int64[np.ndarray, " n"]:
     """`wanted` rows with the classes' shares, ascending."""
     present, count = np.unique(labels, return_counts=True)
-    exact = count * (wanted / len(labels))
-    quota = np.floor(exact + 1e-9).astype(np.int64)
-    missing = wanted - int(quota.sum())
-    quota[np.argsort(quota - exact, kind="stable")[:missing]] += 1
+    quota = largest_remainders(count * (wanted / len(labels)), wanted)
     if (quota == 0).any():
         label = present[int(np.argmin(quota))]
         least = int(np.ceil(len(labels) / count.min()))

@@ -1,7 +1,7 @@
 """A `Federation`: the data of all clients on one device, split into train, valid and test.
 
-Samples of all clients lie in one flat tensor, sorted by client, with the number of samples of each
-client beside it. Nothing is padded, and one gather builds any batch. No files, no randomness.
+Samples of all clients are rows of one flat tensor, sorted by client; the number of samples of each
+client is kept separately. Nothing is padded, and one gather builds any batch.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ class Split:
         return Split(move(self.x), move(self.y), self.counts)
 
 
-@dataclass(
-    frozen=True, eq=False, repr=False
-)  # compared by identity: two data sets are hardly ever equal
+@dataclass(frozen=True, eq=False, repr=False)  # compared by identity
 class Federation:
     """All clients' data. `provenance`: data set, partition and seed, if it was drawn."""
 
@@ -165,20 +163,16 @@ def _pairs(part: str, given: Any) -> list[tuple[Any, Any]]:
 
 def _tensor(values: Any, where: str) -> Tensor:
     try:
-        t = (
-            values.detach().cpu()
-            if isinstance(values, Tensor)
-            else torch.tensor(np.asarray(values))
-        )
+        own = isinstance(values, Tensor)
+        t = values.detach().cpu() if own else torch.tensor(np.asarray(values))
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadInput(f"{where} cannot be read as an array of numbers ({error})") from None
     if t.dim() == 0:
         raise BadInput(f"{where} is a single number; give an array with one row per sample")
     if t.is_complex():
         raise BadInput(f"{where} holds complex numbers; give real ones")
-    if t.is_floating_point() and not torch.isfinite(t).all():
-        bad = int((~torch.isfinite(t)).flatten(1).any(1).nonzero()[0]) if t.dim() > 1 else int(
-            (~torch.isfinite(t)).nonzero()[0])  # fmt: skip
+    if t.is_floating_point() and not (finite := torch.isfinite(t)).all():
+        bad = int((~finite).nonzero()[0, 0])
         raise BadInput(f"{where} holds NaN or infinity first in sample {bad}; clean the data first")
     return t
 
@@ -186,9 +180,8 @@ def _tensor(values: Any, where: str) -> Tensor:
 def _join(part: str, pairs: Sequence[tuple[Any, Any]], clients: int) -> Split:
     """Check one split's pairs and lay them out flat."""
     if len(pairs) != clients:
-        raise BadInput(
-            f"{part} has {len(pairs)} clients but train has {clients}; give one pair each"
-        )
+        raise BadInput(f"{part} has {len(pairs)} clients but train has {clients}; give one pair "
+                       "each")  # fmt: skip
     xs: list[Tensor] = []
     ys: list[Tensor] = []
     for i, (x, y) in enumerate(pairs):
@@ -198,22 +191,18 @@ def _join(part: str, pairs: Sequence[tuple[Any, Any]], clients: int) -> Split:
         if part == "train" and len(tx) == 0:
             raise BadInput(f"train, client {i} is empty; drop it or give it at least one sample")
         if tx.dtype == torch.uint8:
-            raise BadInput(
-                f"{part}, client {i}: x is uint8; scale pixels to floats (x / 255) first"
-            )
+            raise BadInput(f"{part}, client {i}: x is uint8; scale pixels to floats (x / 255)")
         if len(tx):
             xs.append(tx)
             ys.append(ty if ty.is_floating_point() else ty.long())
     if not xs:
         raise BadInput(f"{part} holds no sample at all; leave it out instead")
+    first = tuple(xs[0].shape[1:]), tuple(ys[0].shape[1:])
     for i, (tx, ty) in enumerate(zip(xs, ys, strict=True)):
-        if tx.shape[1:] != xs[0].shape[1:] or ty.shape[1:] != ys[0].shape[1:]:
-            raise BadInput(
-                f"{part}: samples differ in shape: "
-                f"x {tuple(tx.shape[1:])}, y {tuple(ty.shape[1:])} in filled client {i}, "
-                f"x {tuple(xs[0].shape[1:])}, y {tuple(ys[0].shape[1:])} "
-                "in the first"
-            )
+        shape = tuple(tx.shape[1:]), tuple(ty.shape[1:])
+        if shape != first:
+            raise BadInput(f"{part}: samples differ in shape: x {shape[0]}, y {shape[1]} in filled "
+                           f"client {i}, x {first[0]}, y {first[1]} in the first")  # fmt: skip
         if ty.dtype != ys[0].dtype:
             raise BadInput(f"{part}: targets mix {ys[0].dtype} and {ty.dtype}; use one of them")
     counts = torch.tensor([len(y) for _, y in pairs], dtype=torch.int64)
@@ -237,7 +226,6 @@ def _check_labels(part: str, split: Split, classes: int) -> None:
     if len(bad):
         row = int(bad[0, 0])
         client = int(split.client[row])
-        raise BadInput(
-            f"{part}, client {client}, sample {row - split.offsets[client]}: label "
-            f"{int(split.y[tuple(bad[0])])} is outside 0 … {classes - 1}"
-        )
+        label, sample = int(split.y[tuple(bad[0])]), row - split.offsets[client]
+        raise BadInput(f"{part}, client {client}, sample {sample}: label {label} is outside "
+                       f"0 … {classes - 1}")  # fmt: skip

@@ -39,13 +39,13 @@ class Source:
 # in FL-bench's list; these are the mean and sd of its training pixels that everybody uses.
 SOURCES: dict[str, Source] = {
     "mnist": Source(
-        "MNIST", idx.LAYOUTS, ("mnist", "MNIST/raw", "MNIST"), Scale((0.1307,), (0.3015,)),
+        "MNIST", idx.LAYOUTS, ("mnist", "MNIST/samples", "MNIST"), Scale((0.1307,), (0.3015,)),
         70_000, RESEARCH + "LeCun et al. 1998", "http://yann.lecun.com/exdb/mnist/",
         "44bc8ab590f8ecabf1236a07ca331dd15accb2bd54758e323d5dc4157b76c03a",
     ),
     "fashion_mnist": Source(
         "Fashion-MNIST", idx.LAYOUTS,
-        ("fashion_mnist", "FashionMNIST/raw", "FashionMNIST", "fashion-mnist"),
+        ("fashion_mnist", "FashionMNIST/samples", "FashionMNIST", "fashion-mnist"),
         Scale((0.2860,), (0.3530,)), 70_000, "MIT",
         "https://github.com/zalandoresearch/fashion-mnist",
     ),
@@ -90,26 +90,28 @@ def load(
     `classes`: how many there are, for a part of a set that need not hold all of them.
     """
     layout, paths = locate(name, root)
-    raw = read_through_cache(name, layout, paths)
+    samples = read_through_cache(name, layout, paths)
     source = SOURCES[name]
-    _check_not_another(name, raw)
-    if name == "npz" and classes is None and len(np.unique(raw.y)) < 2:
-        raise BadInput(f"all labels of {paths[0].name} are {raw.y[:1].tolist()}; it takes two "
+    _check_not_another(name, samples)
+    if name == "npz" and classes is None and len(np.unique(samples.y)) < 2:
+        raise BadInput(f"all labels of {paths[0].name} are {samples.y[:1].tolist()}; it takes two "
                        "classes")  # fmt: skip
-    if raw.train == len(raw.y) and pool:
+    if samples.train == len(samples.y) and pool:
         raise BadInput(f"{name} at {paths[0]} has no test part to serve as pool; use holdout "
                        "'split' or 'auto'")  # fmt: skip
-    cut = raw.train if pool else len(raw.y)
-    groups = raw.groups
+    cut = samples.train if pool else len(samples.y)
+    groups = samples.groups
     if groups is not None and len(groups) < cut:
         raise BadInput("groups cover the training samples only; add groups_test or use holdout "
                        "'pool'")  # fmt: skip
-    scale = source.scale or (own_scale(raw.x[: raw.train]) if raw.x.dtype == np.uint8 else None)
+    scale = source.scale
+    if scale is None and samples.x.dtype == np.uint8:
+        scale = own_scale(samples.x[: samples.train])
     return Dataset(
-        name, raw.x[:cut], raw.y[:cut], classes or raw.classes,
-        pool_x=raw.x[cut:] if pool else None, pool_y=raw.y[cut:] if pool else None,
+        name, samples.x[:cut], samples.y[:cut], classes or samples.classes,
+        pool_x=samples.x[cut:] if pool else None, pool_y=samples.y[cut:] if pool else None,
         groups=None if groups is None else groups[:cut],
-        sha256=raw.sha256, provenance=_provenance(source, raw), scale=scale,
+        sha256=samples.sha256, provenance=_provenance(source, samples), scale=scale,
     )  # fmt: skip
 
 
@@ -118,9 +120,9 @@ def sha256_of(name: str, root: str | Path | None = None) -> str:
     layout, paths = locate(name, root)
 
     def read() -> str:
-        raw = read_through_cache(name, layout, paths)
-        _check_not_another(name, raw)
-        return raw.sha256
+        samples = read_through_cache(name, layout, paths)
+        _check_not_another(name, samples)
+        return samples.sha256
 
     return remembered_sha256(name, paths, read)
 
@@ -141,20 +143,20 @@ def own_scale(x: UInt8[np.ndarray, " N *features"]) -> Scale:
     return Scale(tuple(mean.tolist()), tuple(sd.tolist()))
 
 
-def _check_not_another(name: str, raw: Samples) -> None:
+def _check_not_another(name: str, samples: Samples) -> None:
     """MNIST and Fashion-MNIST have the same file names."""
     for other, source in SOURCES.items():
-        if other != name and source.sha256 == raw.sha256:
+        if other != name and source.sha256 == samples.sha256:
             raise BadInput(f"the files found for {name} are those of {other}; check root")
 
 
-def _provenance(source: Source, raw: Samples) -> str:
-    found, official = len(raw.y), source.images
+def _provenance(source: Source, samples: Samples) -> str:
+    found, official = len(samples.y), source.images
     share = f"{100 * found / official:.3g} % of " if official else ""
     share = {1.0: "", 0.5: "half of "}.get(found / official if official else 1.0, share)
-    title = source.title if official else raw.note
-    parts = f"{raw.train} training and {found - raw.train} test images"
-    return f"{share}{title}: {parts}" + (f", {raw.note}" if official else "")
+    title = source.title if official else samples.note
+    parts = f"{samples.train} training and {found - samples.train} test images"
+    return f"{share}{title}: {parts}" + (f", {samples.note}" if official else "")
 
 
 def _places(name: str, root: str | Path | None) -> Iterator[Path]:
@@ -232,9 +234,9 @@ def verify(name: str, root: str | Path | None = None) -> list[tuple[str, bool, s
             wrong, why = checksum_error(path, published[path.name]), "published checksum"
         rows.append((path.name, wrong is None, wrong or why))
     try:
-        raw = layout.read(paths)
+        samples = layout.read(paths)
     except FairvarError as error:
         return [*rows, (name, False, str(error))]
-    official = ", the complete official set" if raw.sha256 == SOURCES[name].sha256 else ""
-    facts = f"{_provenance(SOURCES[name], raw)}{official}, sha256 {raw.sha256}"
+    official = ", the complete official set" if samples.sha256 == SOURCES[name].sha256 else ""
+    facts = f"{_provenance(SOURCES[name], samples)}{official}, sha256 {samples.sha256}"
     return [*rows, (name, True, facts)]

@@ -5,10 +5,10 @@ derivatives in training mode (torch 2.11 on CUDA and 2.13 on CPU), it updates th
 in place (so a second pass over the same batch updates them twice), and it cannot leave out padding.
 `swap_batch_norm` replaces it by `PlainBatchNorm`, with the same names in the state dict.
 
-How the engine uses it. Clients have ragged batches, padded to a common length b with any *finite*
+How the engine uses it: clients have ragged batches, padded to a common length b with any *finite*
 values; `real` (clients, b) holds 1 for a real sample and 0 for padding. Nothing is changed in
 place: the new running statistics come back as a value, so a pass whose statistics are not wanted
-(the second pass of FairGrad, say) simply drops them.
+(such as the second pass of FairGrad) drops them.
 
     module = swap_batch_norm(model).train()
     params = dict(module.named_parameters()); buffers = dict(module.named_buffers())
@@ -18,29 +18,19 @@ place: the new running statistics come back as a value, so a pass whose statisti
         losses = cross_entropy(outputs, y, reduction="none")
         return (losses * real).sum() / real.sum(), buffers
 
-    # (a) shared parameters, autograd outside
-    each = (None, 0, 0, 0, 0)
-    losses, stacked = vmap(client_loss, in_dims=each)(params, stacked, x, y, real)
-    torch.autograd.grad(losses.mean(), list(params.values()))
-
-    # (b) every client has its own parameters
-    step = vmap(grad_and_value(client_loss, has_aux=True))
+    losses, stacked = vmap(client_loss, in_dims=(None, 0, 0, 0, 0))(params, stacked, x, y, real)
+    step = vmap(grad_and_value(client_loss, has_aux=True))     # with parameters of their own
     gradients, (losses, stacked) = step(stacked_params, stacked, x, y, real)
 
-    # (c) Hessian-vector products, forward over reverse; the statistics are those of one pass
-    def product(params, direction, *data):
-        gradient = lambda p: grad(client_loss, has_aux=True)(p, *data)
-        return jvp(gradient, (params,), (direction,), has_aux=True)   # (g, H v, new buffers)
-
-`stacked` may also stay shared (`in_dims` None) on the way in: it is only read. Reverse over forward
-and reverse over reverse work as well. `call` is `functional_call` on *one* dict, which torch
-updates with the reassigned buffers (a tuple of dicts would lose them), and minds tied weights.
+Second derivatives work forward over reverse, reverse over forward and reverse over reverse. `call`
+is `functional_call` on *one* dict, which torch updates with the reassigned buffers (a tuple of
+dicts would lose them), and handles tied weights.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -84,11 +74,7 @@ class PlainBatchNorm(_BatchNorm):
     def like(cls, layer: _BatchNorm) -> PlainBatchNorm:
         """The same layer; parameters and buffers are the very tensors of `layer`."""
         plain = cls(
-            layer.num_features,
-            layer.eps,
-            layer.momentum,
-            layer.affine,
-            layer.track_running_stats,
+            layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats
         )
         plain._parameters.update(layer._parameters)
         plain._buffers.update(layer._buffers)
@@ -160,28 +146,28 @@ def _per_channel(value: Float[Tensor, " c"], x: Tensor) -> Tensor:
     return value.reshape(1, -1, *[1] * (x.dim() - 2))
 
 
-def swap_batch_norm(module: nn.Module) -> nn.Module:
-    """A deep copy in which every batch norm is a `PlainBatchNorm`; state dicts fit both ways.
-
-    A layer used in several places stays one layer. Hooks on a batch norm itself are not carried
-    over; subclasses of torch's layers are left alone (`check_model` names them).
-    """
+def swap_layers(module: nn.Module, new: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """A deep copy in which `new` may replace layers; a layer used in several places stays one."""
     module = copy.deepcopy(module)
-    made: dict[nn.Module, PlainBatchNorm] = {}
-
-    def plain(layer: nn.Module) -> nn.Module:
-        if type(layer) not in SWAPPED:
-            return layer
-        assert isinstance(layer, _BatchNorm)
-        if layer not in made:
-            made[layer] = PlainBatchNorm.like(layer)
-        return made[layer]
-
+    made: dict[nn.Module, nn.Module] = {}
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child is not None:
-                parent._modules[name] = plain(child)
-    return plain(module)
+                made[child] = parent._modules[name] = made.get(child) or new(child)
+    return new(module)
+
+
+def swap_batch_norm(module: nn.Module) -> nn.Module:
+    """A deep copy in which every batch norm is a `PlainBatchNorm`; state dicts fit both ways.
+
+    Hooks on a batch norm itself are not carried over; subclasses of torch's layers are left alone
+    (`check_model` names them).
+    """
+
+    def plain(layer: nn.Module) -> nn.Module:
+        return PlainBatchNorm.like(layer) if type(layer) in SWAPPED else layer  # type: ignore[arg-type]
+
+    return swap_layers(module, plain)
 
 
 def sample_weight_names(module: nn.Module) -> list[str]:

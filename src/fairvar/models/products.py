@@ -13,12 +13,14 @@ inputs that they see: fewer copies, for products with some zeros in the (banded)
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import pad
+
+from fairvar.models.norm import swap_layers
 
 
 class _Windows(Function):
@@ -106,7 +108,7 @@ def _at_once(width: int, kernel: int) -> int:
     return max(d for d in range(1, min(width, kernel) + 1) if width % d == 0)
 
 
-def _swaps(layer: nn.Module) -> bool:
+def _swaps(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
     return (
         type(layer) is nn.Conv2d
         and (layer.stride, layer.dilation, layer.groups) == ((1, 1), (1, 1), 1)
@@ -117,17 +119,10 @@ def _swaps(layer: nn.Module) -> bool:
 
 
 def swap_convolutions(module: nn.Module) -> nn.Module:
-    """A copy in which convolutions with steps of one are products; it shares `module`'s tensors.
+    """A copy in which convolutions with steps of one are products.
 
     Other convolutions (strides, groups such as MobileNet's depthwise ones) stay as they are.
     """
     if not any(_swaps(layer) for layer in module.modules()):
         return module
-    module = copy.deepcopy(module)
-    made: dict[nn.Module, ProductConv2d] = {}
-    for parent in list(module.modules()):
-        for name, child in parent._modules.items():
-            if child is not None and _swaps(child):
-                assert isinstance(child, nn.Conv2d)
-                parent._modules[name] = made.setdefault(child, ProductConv2d.like(child))
-    return ProductConv2d.like(module) if _swaps(module) else module  # type: ignore[arg-type]
+    return swap_layers(module, lambda layer: ProductConv2d.like(layer) if _swaps(layer) else layer)

@@ -135,6 +135,10 @@ def _short(error: Exception) -> str:
     return one_line(found.partition(". Please")[0].partition(". This is an internal")[0])[:160]
 
 
+def _refused(file: str, why: str) -> IntegrityError:
+    return IntegrityError(f"{file} is refused: {why}")
+
+
 def _read_torch(file: str, data: bytes) -> Tree:
     _check_zip(file, data)
     try:
@@ -146,13 +150,10 @@ def _read_torch(file: str, data: bytes) -> Tree:
     if not isinstance(found, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()
     ):
-        raise IntegrityError(
-            f"{file} is refused: it is not a flat dict of tensors; save model.state_dict() alone"
-        )
+        raise _refused(file, "it is not a flat dict of tensors; save model.state_dict() alone")
     for name, tensor in found.items():
         if not _is_plain(tensor):
-            raise IntegrityError(f"{file} is refused: {name[:80]!r} is not a plain tensor, or "
-                                 "reaches past its storage")  # fmt: skip
+            raise _refused(file, f"{name[:80]!r} is no plain tensor, or reaches past its storage")
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
@@ -173,24 +174,21 @@ def _check_zip(file: str, data: bytes) -> None:
         raise IntegrityError(f"{file} is no intact zip file of weights: files from before torch "
                              "1.6 must be saved again as safetensors")  # fmt: skip
     if data.count(ZIP_ENTRY) > MOST_ENTRIES:
-        raise IntegrityError(f"{file} is refused: the zip has more than {MOST_ENTRIES} entries")
+        raise _refused(file, f"the zip has more than {MOST_ENTRIES} entries")
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            entries = archive.infolist()
+            entries = {entry.filename: entry for entry in archive.infolist()}
+            doubled = len(entries) < len(archive.infolist())
     except Exception as error:  # zipfile raises nearly anything on damaged files
         raise IntegrityError(f"{file} is no intact zip file of weights ({_short(error)})") from None
-    names = [entry.filename for entry in entries]
-    if len(set(names)) < len(names) or len({name.partition("/")[0] for name in names}) != 1:
-        raise IntegrityError(f"{file} is refused: the zip has two equal names or several folders")
-    for entry in entries:
-        parts = entry.filename.split("/")
-        if ".." in parts or "" in parts or "\\" in entry.filename:
-            raise IntegrityError(f"{file} is refused: the zip has an entry with the path "
-                                 f"{entry.filename[:80]!r}")  # fmt: skip
+    if doubled or len({name.partition("/")[0] for name in entries}) != 1:
+        raise _refused(file, "the zip has two equal names or several folders")
+    for name, entry in entries.items():
+        if {"..", ""} & set(name.split("/")) or "\\" in name:
+            raise _refused(file, f"the zip has an entry with the path {name[:80]!r}")
         if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
-            raise IntegrityError(f"{file} is refused: the zip's entry {entry.filename[:80]!r} is "
-                                 "compressed or encrypted")  # fmt: skip
-        if entry.filename.endswith("data.pkl") and entry.file_size > MOST_INDEX_BYTES:
-            raise IntegrityError(f"{file} is refused: its list of tensors is too long")
-    if sum(entry.file_size for entry in entries) > len(data):
-        raise IntegrityError(f"{file} is refused: its entries claim more bytes than the file has")
+            raise _refused(file, f"the zip's entry {name[:80]!r} is compressed or encrypted")
+        if name.endswith("data.pkl") and entry.file_size > MOST_INDEX_BYTES:
+            raise _refused(file, "its list of tensors is too long")
+    if sum(entry.file_size for entry in entries.values()) > len(data):
+        raise _refused(file, "its entries claim more bytes than the file has")

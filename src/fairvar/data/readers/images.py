@@ -28,7 +28,7 @@ Sample = tuple[str, int]  # name in the tree, class
 
 
 @contextmanager
-def pillow_image(where: str, content: bytes, most_pixels: int) -> Iterator[Any]:
+def pillow_image(where: str, content: bytes) -> Iterator[Any]:
     """An image opened by Pillow, whose size is checked before any pixel is decoded."""
     try:
         from PIL import Image, UnidentifiedImageError
@@ -38,7 +38,7 @@ def pillow_image(where: str, content: bytes, most_pixels: int) -> Iterator[Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # of a decompression bomb
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-                if image.width * image.height > most_pixels:
+                if image.width * image.height > MOST_PIXELS:
                     raise refused(where, f"it claims {image.width} × {image.height} pixels")
                 yield image
     except FairvarError:
@@ -53,7 +53,7 @@ def decode(
     where: str, content: bytes, channels: int, size: tuple[int, int]
 ) -> UInt8[np.ndarray, "channels height width"]:
     """One image of the given width and height; grey ones become RGB where RGB is wanted."""
-    with pillow_image(where, content, MOST_PIXELS) as image:
+    with pillow_image(where, content) as image:
         if image.size != size:
             raise refused(where, f"it has {image.width} × {image.height} pixels where "
                                  f"{size[0]} × {size[1]} are due; use one size")  # fmt: skip
@@ -64,8 +64,10 @@ def decode(
 
 
 def _decode_all(
-    tree: Tree, samples: Sequence[Sample], channels: int, size: tuple[int, int]
-) -> UInt8[np.ndarray, "N channels height width"]:
+    tree: Tree, train: list[Sample], test: list[Sample], classes: int, note: str,
+    channels: int, size: tuple[int, int],
+) -> Samples:  # fmt: skip
+    samples = train + test
     x = np.empty((len(samples), channels, size[1], size[0]), dtype=np.uint8)
     read = 0
     for row, (name, _) in enumerate(samples):
@@ -74,22 +76,20 @@ def _decode_all(
         if x[:row].nbytes > max(ANY_RATIO, MOST_RATIO * read):
             raise refused(tree.where, f"its images unpack to {MOST_RATIO} times their files' size")
         x[row] = decode(name, content, channels, size)
-    return x
+    y = np.array([label for _, label in samples], dtype=np.int64)
+    return Samples(x, y, len(train), classes, note=note)
 
 
-def _raw(tree: Tree, train: list[Sample], test: list[Sample], classes: int, note: str) -> Samples:
-    """All images must be as large as the first; grey only if all are."""
-    samples = train + test
+def _form(tree: Tree, samples: Sequence[Sample]) -> tuple[int, tuple[int, int]]:
+    """Channels and size: all images must be as large as the first, and are grey only if all are."""
     channels, size = 1, (0, 0)
     for name, _ in samples:
-        with pillow_image(name, tree.read(name), MOST_PIXELS) as image:
+        with pillow_image(name, tree.read(name)) as image:
             size = image.size if size == (0, 0) else size
             if image.mode not in GREY:
                 channels = 3
                 break
-    x = _decode_all(tree, samples, channels, size)
-    y = np.array([label for _, label in samples], dtype=np.int64)
-    return Samples(x, y, len(train), classes, note=note)
+    return channels, size
 
 
 # --- Tiny ImageNet ---------------------------------------------------------------------------
@@ -115,9 +115,8 @@ def read_tiny(paths: Sequence[Path]) -> Samples:
             raise refused(tree.where, f"{odd[:80]!r} is not both in val/images and in "
                                       "val_annotations.txt")  # fmt: skip
         test = [(images[base], answers[base]) for base in sorted(images)]
-        x = _decode_all(tree, train + test, 3, (TINY_SIDE, TINY_SIDE))
-    y = np.array([label for _, label in train + test], dtype=np.int64)
-    return Samples(x, y, len(train), len(code), note="original JPEG files")
+        size = (TINY_SIDE, TINY_SIDE)
+        return _decode_all(tree, train, test, len(code), "original JPEG files", 3, size)
 
 
 def _annotations(tree: Tree, code: dict[str, int]) -> dict[str, int]:
@@ -169,7 +168,8 @@ def read_folder(paths: Sequence[Path]) -> Samples:
             if kind not in code:
                 raise BadInput(f"{name} is of class {kind!r}, which has no training image")
         train, test = ([(name, code[kind]) for name, kind in part] for part in named)
-        return _raw(tree, train, test, len(classes), "own folder of images")
+        form = _form(tree, train + test)
+        return _decode_all(tree, train, test, len(classes), "own folder of images", *form)
 
 
 def _parts(folder: Path) -> tuple[str, str] | None:
