@@ -83,6 +83,7 @@ class Exchange:
     def round(self, state: State, t: int, splits: Splits | None) -> tuple[Outcome, Seen | None]:
         state = state.map(first_run)
         made, good = self.server.round(state, score=splits is not None)
+        self._note_samples(good)
         outcome = self.finish(made)
         # Clients need not send their losses, so the model says whether the run has diverged.
         finite = torch.tensor(is_finite(advance(state, outcome).params))
@@ -90,7 +91,9 @@ class Exchange:
         return outcome, None if splits is None else self._seen(state, good, splits)
 
     def scores(self, state: State, splits: Splits) -> dict[str, Scores]:
-        return self._tables(self.server.evaluate(state.map(first_run)), splits)
+        good = self.server.evaluate(state.map(first_run))
+        self._note_samples(good)
+        return self._tables(good, splits)
 
     def _seen(self, before: State, good: Good, splits: Splits) -> Seen:
         norm = torch.full((1, self.run.clients), torch.nan, dtype=torch.float64)
@@ -103,16 +106,18 @@ class Exchange:
         """Over all clients from the replies of those that answered; nan for the others."""
         nothing = torch.full((1, self.run.clients), torch.nan, dtype=torch.float64)
         scores = {split: Scores(nothing.clone(), nothing.clone()) for split in splits}
-        samples = self.server.notes.samples
         for i, reply in good.items():
-            found = reply.numbers
-            samples["train"][i] = int(found[SAMPLES])
-            for split in [s for s in HELD_OUT if f"{s}/{SAMPLES}" in found]:
-                samples[split][i] = int(found[f"{split}/{SAMPLES}"])
-                if split in scores:
-                    scores[split].loss[0, i] = found.get(f"{split}/{LOSS}", torch.nan)
-                    scores[split].accuracy[0, i] = found.get(f"{split}/{ACCURACY}", torch.nan)
+            for split, table in scores.items():
+                table.loss[0, i] = reply.numbers.get(f"{split}/{LOSS}", torch.nan)
+                table.accuracy[0, i] = reply.numbers.get(f"{split}/{ACCURACY}", torch.nan)
         return scores
+
+    def _note_samples(self, good: Good) -> None:
+        """How many samples the clients have: the server knows it from their replies only."""
+        for i, reply in good.items():
+            for part, counts in self.server.notes.samples.items():
+                key = SAMPLES if part == "train" else f"{part}/{SAMPLES}"
+                counts[i] = int(reply.numbers.get(key, counts[i]))
 
 
 def federate(
