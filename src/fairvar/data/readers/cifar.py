@@ -26,7 +26,7 @@ MOST_READS = 3_000_000  # of one pickle; CIFAR-100's have half a million
 
 @dataclass(frozen=True)
 class Cifar:
-    """What tells the two sets apart."""
+    """What differs between CIFAR-10 and CIFAR-100."""
 
     train: tuple[str, ...]
     test: tuple[str, ...]
