@@ -1,6 +1,7 @@
 """Every method on the GPU, against the plain loop on the CPU; and two paths of one step, timed.
 
     python benchmarks/gpu_check.py                  # equality: worst relative difference in float64
+    python benchmarks/gpu_check.py --grid           # runs of a sweep in one matrix product
     python benchmarks/gpu_check.py --paths          # `blocked` against `vmapped`: ms per round
 
 CI has no GPU. This runs on the device what the equivalence tests run on a CPU: methods x models x
@@ -74,6 +75,34 @@ def check(device: str) -> int:
     return 1 if failed else 0
 
 
+def check_grid(device: str) -> int:
+    """Runs that train together on the device, each against its single run on the CPU."""
+    from fairvar.engine.grid import Member, train_grid
+    from fairvar.engine.settings import EvaluateSettings, TrainSettings
+
+    fed = fv.load_federation("digits", clients=8, partition=fv.Dirichlet(alpha=0.3), samples=240)
+    worst = 0.0
+    for name, work in itertools.product(METHODS_HERE, ("one step", "mini-batch", "epoch")):
+        method, when = METHODS_HERE[name], EvaluateSettings(every=3)
+        numbers = dict(rounds=6, dtype="float64", **WORK[work])
+        runs = [TrainSettings(lr=lr, seed=seed, device=device, **numbers)
+                for lr in (0.02, 0.05) for seed in (0, 1)]  # fmt: skip
+        found = train_grid([Member("multinomial", method, run) for run in runs], fed,
+                           "cross_entropy", when)  # fmt: skip
+        gaps = []
+        for run, got in zip(runs, found, strict=True):
+            numbers["dtype"] = torch.float64
+            want = fv.train("multinomial", fed, method, lr=run.lr, seed=run.seed,
+                            engine="reference", evaluate_every=3, **numbers)  # fmt: skip
+            pairs = [(got.state.params[k].cpu(), v) for k, v in want.state.params.items()]
+            pairs += [(got.accuracy[k], want.accuracy[k]) for k in want.accuracy]
+            gaps += [float((x - y).abs().nan_to_num().max()) for x, y in pairs]
+        worst = max(worst, *gaps)
+        print(f"{name:10} {work:12} {max(gaps):.0e}", flush=True)
+    print(f"worst {worst:.1e}")
+    return 1 if worst > 1e-10 else 0
+
+
 def federation(clients: int, samples: list[int], shape: tuple[int, ...], classes: int) -> object:
     torch.manual_seed(0)
     train = [(torch.randn(m, *shape), torch.randint(0, classes, (m,))) for m in samples]
@@ -116,5 +145,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--paths", action="store_true")
+    parser.add_argument("--grid", action="store_true")
     given = parser.parse_args()
-    sys.exit(paths(given.device) if given.paths else check(given.device))
+    work = paths if given.paths else check_grid if given.grid else check
+    sys.exit(work(given.device))

@@ -157,7 +157,7 @@ def test_other_results_in_the_manifest_are_found_by_verify(full: Path) -> None:
     facts = damage.facts_of(path)
     facts["result"]["test/global"]["mean"] += 0.01
     path.write_bytes(seal(facts))
-    with pytest.raises(IntegrityError, match="tells other results"):
+    with pytest.raises(IntegrityError, match="has other results"):
         check_files(full)
 
 

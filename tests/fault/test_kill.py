@@ -183,14 +183,16 @@ def test_a_single_run_can_be_interrupted_too(children, tmp_path):
 def test_budget_ends_in_peace_and_continues(children, calm, tmp_path):
     """Exit 0, what is left is said, and any number of budgets give the same bytes."""
     folder, undisturbed = calm
-    out = tmp_path / "out"
-    budget = f"{undisturbed.seconds / 3:.2f}s"
-    command = ("sweep", folder / "plan.toml", "--out", out, "--budget", budget)
-    first = children.run(*command)
-    assert first.code == 0, first.err
+    for part in (3, 9, 27):  # the machine may be less busy than when `calm` was measured
+        out, budget = tmp_path / f"out-{part}", f"{undisturbed.seconds / part:.2f}s"
+        command = ("sweep", folder / "plan.toml", "--out", out, "--budget", budget)
+        first = children.run(*command)
+        assert first.code == 0, first.err
+        if "6 of 6" not in first.out:
+            break
     assert "stopped because the budget is spent; the same command continues" in first.out
     assert "6 of 6" not in first.out
-    for _ in range(20):
+    for _ in range(20 * part):
         end = children.run(*command)
         assert end.code == 0
         if "6 of 6 runs are done" in end.out:

@@ -29,7 +29,16 @@ from fairvar.engine.losses import LossFunction
 from fairvar.engine.recorder import Checkpoint, check_tables, scored_keys
 from fairvar.engine.run import Run
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
-from fairvar.engine.state import DoesNotFit, Outcome, State, advance, check_fits, initial_state
+from fairvar.engine.state import (
+    DoesNotFit,
+    Outcome,
+    State,
+    advance,
+    check_fits,
+    first_run,
+    initial_state,
+    one_run,
+)
 from fairvar.engine.train import KeepOne, Prepared, prepare, provenance
 from fairvar.engine.trainer import Progress, Runs, train_rounds
 from fairvar.methods.base import Method
@@ -72,16 +81,16 @@ class Exchange:
         return [self.run.method]
 
     def round(self, state: State, t: int, splits: Splits | None) -> tuple[Outcome, Seen | None]:
-        state = state.map(_first)
+        state = state.map(first_run)
         made, good = self.server.round(state, score=splits is not None)
         outcome = self.finish(made)
         # Clients need not send their losses, so the model says whether the run has diverged.
         finite = torch.tensor(is_finite(advance(state, outcome).params))
-        outcome = replace(outcome, loss=made.loss, weights=made.weights, finite=finite).map(_lift)
+        outcome = replace(outcome, loss=made.loss, weights=made.weights, finite=finite).map(one_run)
         return outcome, None if splits is None else self._seen(state, good, splits)
 
     def scores(self, state: State, splits: Splits) -> dict[str, Scores]:
-        return self._tables(self.server.evaluate(state.map(_first)), splits)
+        return self._tables(self.server.evaluate(state.map(first_run)), splits)
 
     def _seen(self, before: State, good: Good, splits: Splits) -> Seen:
         norm = torch.full((1, self.run.clients), torch.nan, dtype=torch.float64)
@@ -214,13 +223,3 @@ def _samples(agreed: Agreement, notes: Notes) -> dict[str, Tensor]:
     tables are about."""
     seen = {"train", *agreed.evaluate.splits}
     return {s: torch.tensor(n) for s, n in notes.samples.items() if s in seen or any(n)}
-
-
-def _first(leaf: Tensor) -> Tensor:
-    """Without the axis of runs."""
-    return leaf[0]
-
-
-def _lift(leaf: Tensor) -> Tensor:
-    """With an axis of one run."""
-    return leaf[None]

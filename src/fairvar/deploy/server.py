@@ -47,8 +47,7 @@ from fairvar.deploy.robust import check_average, combination, mean_loss
 from fairvar.deploy.settings import OFF, FederationSettings
 from fairvar.engine.batches import Participation
 from fairvar.engine.kernels.reference import Probed, stepped
-from fairvar.engine.server import Answers, aggregate
-from fairvar.engine.server import Server as Half
+from fairvar.engine.server import Aggregator, Answers, aggregate
 from fairvar.engine.state import Outcome, State
 from fairvar.errors import RunFailed
 from fairvar.methods.base import Method
@@ -202,7 +201,7 @@ class Server:
             if method.uses_mean_loss:
                 a = mean_loss(loss, share, self.settings)
             g = self._mean_gradient(share, good) if self._gradients_with_training(known) else None
-        server = self.half(method, share, list(good))
+        server = self.aggregator(method, share, list(good))
         answers = Answers(
             loss=loss,
             params=[r.group(MODEL) for r in good.values()],
@@ -220,9 +219,9 @@ class Server:
             combination(self.settings),
         )
 
-    def half(self, method: Method, share: Tensor, ids: list[int]) -> Half:
+    def aggregator(self, method: Method, share: Tensor, ids: list[int]) -> Aggregator:
         """What these clients' replies become."""
-        return Half(method, share, torch.tensor(ids), self.clients)
+        return Aggregator(method, share, torch.tensor(ids), self.clients)
 
     def _gradients_with_training(self, known: _Known) -> bool:
         """Approximate methods: ∇f_i(x^t) comes with x_i, unless a probe brought it already."""

@@ -125,7 +125,7 @@ class SummingServer(Server):
         update = _group(found.arrays, MODEL)
         unknown = torch.full_like(found.share, torch.nan)
         plain = type(method).weigh is Method.weigh  # weights by losses stay the clients' own
-        return self.half(method, found.share, found.ids).outcome(
+        return self.aggregator(method, found.share, found.ids).outcome(
             {k: (v / step).to(state.x[k].dtype) for k, v in update.items()},
             loss=unknown,
             weights=found.share if plain else unknown,

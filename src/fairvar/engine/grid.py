@@ -24,7 +24,7 @@ from fairvar.engine.kernels.linear.dual import affine_names
 from fairvar.engine.losses import LOSSES, LossFunction
 from fairvar.engine.recorder import Checkpoint, check_tables, scored_keys
 from fairvar.engine.run import Run, arithmetic
-from fairvar.engine.server import Server
+from fairvar.engine.server import Aggregator
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.state import GOING, check_fits, initial_state
 from fairvar.engine.train import prepare, provenance
@@ -193,7 +193,7 @@ def _vmaps(run: Run, methods: list[Method]) -> bool:
         )
         for name in methods[0].numbers
     }
-    server = Server(methods[0], run.share, run.ids, run.clients, len(methods), numbers)
+    server = Aggregator(methods[0], run.share, run.ids, run.clients, len(methods), numbers)
     loss = torch.linspace(1, 2, run.clients, dtype=torch.float64, device=run.device)
     losses = loss.expand(len(methods), -1)
     memory = {k: v.to(run.device).expand(len(methods), *v.shape)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fairvar.data.federation import Federation
 from fairvar.engine.batches import Cohort, Participation, Schedule
-from fairvar.engine.server import Server
+from fairvar.engine.server import Aggregator
 from fairvar.engine.task import Task
 from fairvar.methods.base import Method
 from fairvar.models.twice import twice_differentiable
@@ -69,9 +69,9 @@ class Run:
         share = self.method.share(cohort.counts)
         return replace(self, share=share, ids=cohort.ids, drawn=cohort)
 
-    def server(self, t: int) -> Server:
+    def server(self, t: int) -> Aggregator:
         """Of the clients that `of_round` has left, with the method as it acts in round t."""
-        return Server(
+        return Aggregator(
             self.method.at_round(t),
             self.share,
             self.ids,

@@ -26,7 +26,7 @@ Combine = Callable[[Tensor, Tree], Tree]  # (weights, a tree with the clients fi
 
 
 @dataclass(frozen=True)
-class Server:
+class Aggregator:
     """The functions of a method for the participants of one round.
 
     Without `runs` all tables are those of one run. With it they have the run as first axis, and
@@ -146,7 +146,7 @@ class Answers(NamedTuple):
 
 
 def aggregate(
-    server: Server,
+    server: Aggregator,
     state: State,
     answers: Answers,
     mean_loss: Tensor,

@@ -126,6 +126,16 @@ def initial_state(method: Method, params: Tree, buffers: Tree, clients: int) -> 
     )
 
 
+def first_run(leaf: Tensor) -> Tensor:
+    """Without the axis of runs, where there is one run."""
+    return leaf[0]
+
+
+def one_run(leaf: Tensor) -> Tensor:
+    """With an axis of one run."""
+    return leaf[None]
+
+
 def stack_states(states: Sequence[State]) -> State:
     """One state with the run as first axis; every tensor is new."""
     return states[0].map(lambda *leaves: torch.stack(leaves), *states[1:])

@@ -1,4 +1,4 @@
-"""What people read: tables, figures and the page that holds them."""
+"""Tables, figures and the page of results."""
 
 from __future__ import annotations
 
@@ -13,14 +13,7 @@ from fairvar.report.render import (
     to_rich,
     to_terminal,
 )
-from fairvar.report.table import (
-    Cell,
-    Column,
-    Estimate,
-    Row,
-    Table,
-    mean_and_standard_error,
-)
+from fairvar.report.table import Cell, Column, Estimate, Row, Table, mean_and_standard_error
 
 __all__ = [
     "RENDERERS",

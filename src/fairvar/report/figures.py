@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fairvar.errors import BadInput
-from fairvar.metrics import fairness
+from fairvar.metrics import fairness, inputs
 from fairvar.report.style import (
     BASELINE,
     DARK,
@@ -72,8 +72,7 @@ def client_accuracies(
 
 def _by_seed(values: ArrayLike, label: str) -> Floats:
     """(seeds, clients)"""
-    table = values.detach().cpu().numpy() if hasattr(values, "detach") else np.asarray(values)
-    return as_array(np.atleast_2d(table), label, 2)
+    return as_array(np.atleast_2d(inputs.as_array(values, label)), label, 2)
 
 
 class _Ranked(NamedTuple):

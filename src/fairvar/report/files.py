@@ -35,7 +35,6 @@ from fairvar.report.table import Table
 from fairvar.runs.results import Group
 from fairvar.runs.runner import start_note
 from fairvar.runs.store import write_text
-from fairvar.runs.trials import Result
 
 FORMATS = {"md": "markdown", "tex": "latex", "csv": "csv", "txt": "terminal"}
 CAPTIONS = {
@@ -72,39 +71,44 @@ def group_names(groups: Sequence[Group]) -> list[str]:
 
 
 def group_table(group: Group) -> Table:
-    config, primary = group.config, group.criterion.model
-    work = f"{config.train.local_epochs} local epoch" if config.train.local_epochs else (
-        f"{config.train.local_steps} local step")  # fmt: skip
-    batch = "all samples" if config.train.batch_size is None else f"{config.train.batch_size}"
-    births = group.births
-    seeds = sorted({int(birth["seed"]) for birth in births})
     cells = {r.label: printed(group.source, group.alpha, r.label) for r in group.results}
     return result_table(
         group.results,
         _title(group),
-        [
-            f"Protocol {config.protocol}: {work} per round, batch {batch}, "
-            f"{config.train.rounds} rounds; the table is about {WHICH[primary]}.",
-            f"Seeds {', '.join(map(str, seeds))}; {len(births)} runs. ± is the standard error "
-            f"over seeds. {_how_chosen(group)}",
-            *_when_known(group),
-            "Bold: ahead of every other method by more than the paired 95 % interval.",
-            *filter(None, [None if group.deployed else start_note(config)]),
-            *filter(None, [_several_versions(group)]),
-        ],
-        primary,
+        list(_notes(group)),
+        group.criterion.model,
         {label: cell for label, cell in cells.items() if cell is not None},
         group.validated,
     )
 
 
-def _several_versions(group: Group) -> str | None:
-    """A note if a method's code, or how it was deployed, changed between runs."""
+def _notes(group: Group) -> Iterator[str]:
+    """How the runs were made and chosen, and what to know about the numbers."""
+    train, primary = group.config.train, group.criterion.model
+    work = f"{train.local_epochs} local epoch" if train.local_epochs else (
+        f"{train.local_steps} local step")  # fmt: skip
+    batch = "all samples" if train.batch_size is None else f"{train.batch_size}"
+    yield (f"Protocol {group.config.protocol}: {work} per round, batch {batch}, {train.rounds} "
+           f"rounds; the table is about {WHICH[primary]}.")  # fmt: skip
+    seeds = sorted({int(birth["seed"]) for birth in group.births})
+    how = "Without validation data: every method after its last round, on test data."
+    how = "Chosen on validation data, reported on test data." if group.validated else how
+    yield (f"Seeds {', '.join(map(str, seeds))}; {len(group.births)} runs. ± is the standard error "
+           f"over seeds. {how}")  # fmt: skip
+    floor = 100 * noise_floor(group.results, primary)
+    if np.isfinite(floor):
+        yield f"Noise floor of the variance ×100: {floor:.3f}."
+    alive = [result.trial.models for result in group.results if result.at is not None]
+    if alive and not any("local" in models for models in alive):
+        yield "Local models were not evaluated (evaluate.local = false)."
+    yield "Bold: ahead of every other method by more than the paired 95 % interval."
+    start = None if group.deployed else start_note(group.config)
+    if start:
+        yield start
     labels = sorted({trial.label for trial in group.trials if trial.version})
-    if not labels:
-        return None
-    return (f"{', '.join(labels)}: runs of different versions of a method's code, or of different "
-            "rules of a deployment, under one name. They are not mixed.")  # fmt: skip
+    if labels:
+        yield (f"{', '.join(labels)}: runs of different versions of a method's code, or of "
+               "different rules of a deployment, under one name. They are not mixed.")  # fmt: skip
 
 
 def _title(group: Group) -> str:
@@ -118,21 +122,6 @@ def _title(group: Group) -> str:
     if group.deployed is not None:
         parts.append(f"deployed on {group.deployed.where}")
     return ", ".join(parts)
-
-
-def _how_chosen(group: Group) -> str:
-    if group.validated:
-        return "Chosen on validation data, reported on test data."
-    return "Without validation data: every method after its last round, on test data."
-
-
-def _when_known(group: Group) -> Iterator[str]:
-    floor = 100 * noise_floor(group.results, group.criterion.model)
-    if np.isfinite(floor):
-        yield f"Noise floor of the variance ×100: {floor:.3f}."
-    alive = [result.trial.models for result in group.results if result.at is not None]
-    if alive and not any("local" in models for models in alive):
-        yield "Local models were not evaluated (evaluate.local = false)."
 
 
 def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[Table], list[Path]]:
@@ -185,7 +174,7 @@ def _figures(group: Group) -> Iterable[tuple[str, Any]]:
     alive = [r for r in group.results if r.at is not None]
     if alive:
         yield "client_accuracies", accuracy_figure(alive, primary)
-        if _spread_is_known(alive, primary):
+        if all(np.isfinite(r.trial.summary.last[primary][1]) for r in alive):  # several clients
             yield "front", front_figure(group.trials, alive, primary)
         yield "curves", curves_figure(alive, primary)
         differences = fedavg_figure(alive)
@@ -197,11 +186,6 @@ def _figures(group: Group) -> Iterable[tuple[str, Any]]:
     if group.federation is not None:
         counts = np.array(group.federation["class_counts"])
         yield "partition", partition_figure(group.dataset, counts, group.federation)
-
-
-def _spread_is_known(results: Sequence[Result], model: str) -> bool:
-    """Whether there is a variance over clients to draw; a single client has none."""
-    return all(np.isfinite(result.trial.summary.last[model][1]) for result in results)
 
 
 def _section(group: Group, name: str, table: Table, figures: Sequence[PageFigure]) -> Section:

@@ -128,13 +128,11 @@ def render_page(page: Page) -> str:
 def write_page(path: Path | str, page: Page) -> Path:
     """The page as a file; links to figure files that are not in its folder are left out."""
     path = Path(path)
-    sections = []
-    for section in page.sections:
-        figures = [
-            replace(figure, files=[name for name in figure.files if (path.parent / name).is_file()])
-            for figure in section.figures
-        ]
-        sections.append(replace(section, figures=figures))
+
+    def there(figure: PageFigure) -> PageFigure:
+        return replace(figure, files=[f for f in figure.files if (path.parent / f).is_file()])
+
+    sections = [replace(s, figures=[there(f) for f in s.figures]) for s in page.sections]
     write_text(path, render_page(replace(page, sections=sections)))
     return path
 
@@ -231,12 +229,12 @@ def _link(name: str) -> dict[str, str]:
 def _table(table: Table) -> dict[str, Any]:
     """What the template shows of a table: every number with its definition and all its digits."""
     meanings = [(column.header, definition(column)) for column in table.columns]
-    first = "the method, in the colour it has in the figures"
-    first = first if table.of == "method" else f"the {table.of}"
+    first = f"the {table.of}" + ", in the colour it has in the figures" * (table.of == "method")
     columns = [{"header": table.of, "kind": "text", "title": f"{table.of}\n{first}"}]
     for column in table.columns:
         title = f"{column.header}\n{definition(column)}"
-        columns.append({"header": column.header, "kind": _kind(table, column), "title": title})
+        kind = "text" if table.is_text(column) else "number"
+        columns.append({"header": column.header, "kind": kind, "title": title})
     by_column = [list(_cells(table, column)) for column in table.columns]
     rows = [
         {
@@ -251,27 +249,21 @@ def _table(table: Table) -> dict[str, Any]:
 
 
 def definition(column: Column) -> str:
-    """What a number of this column is, in words and where known as a formula; never empty."""
+    """What a number of this column is, in words and, if known, as a formula; never empty."""
     formula = DEFINITIONS.get(column.metric or column.key, "")
     if column.definition and formula and formula != column.definition:
         return f"{column.definition}\n{formula}"
     return column.definition or formula or column.header
 
 
-def _kind(table: Table, column: Column) -> str:
-    numbers = any(isinstance(cell, Estimate) for cell in table.cells(column))
-    words = any(isinstance(cell, str) for cell in table.cells(column))
-    return "number" if numbers or not words else "text"
-
-
 def _cells(table: Table, column: Column) -> Iterator[dict[str, Any]]:
     """Only a finite number and a word have a `value`; cells without one are sorted last."""
     cells = table.cells(column)
-    kind, pairs = _kind(table, column), parts(cells, column.digits)
+    pairs = parts(cells, column.digits)
     longest = max((error.strip() for _, error in pairs), key=len, default="")
     for row, cell, (number, error) in zip(table.rows, cells, pairs, strict=True):
         shown: dict[str, Any] = {"number": number.strip(), "title": None, "value": None}
-        if kind == "text":
+        if table.is_text(column):
             yield shown | {"value": cell if isinstance(cell, str) else None}
             continue
         finite = isinstance(cell, Estimate) and not cell.diverged

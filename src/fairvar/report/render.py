@@ -40,15 +40,6 @@ def _two_lines(number: str, error: str) -> str:
     return number.rjust(wide) + (f"\n{'± ' + error:>{wide}}" if error.strip() else "")
 
 
-def _words(table: Table, column: Column) -> list[str]:
-    """The texts of a column that holds words and no numbers, which is aligned left; else none."""
-    cells = table.cells(column)
-    numbers = any(isinstance(cell, Estimate) for cell in cells)
-    if numbers or not any(isinstance(cell, str) for cell in cells):
-        return []
-    return [number.strip() for number, _ in parts(cells, column.digits)]
-
-
 def _lines(table: Table, column: Column) -> list[str]:
     return [_line(*pair) for pair in parts(table.cells(column), column.digits)]
 
@@ -90,12 +81,14 @@ def _grid(table: Table, write: Callable[[str, str], str], fold: bool) -> RichTab
     grid = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     grid.add_column("", no_wrap=True, min_width=_widest([row.label for row in table.rows]))
     columns: list[list[RenderableType]] = [[Text(row.label) for row in table.rows]]
-    widest = max(table.columns, key=lambda column: _widest(_words(table, column)), default=None)
+    words = {c.key: [line.strip() for line in _lines(table, c)]
+             for c in table.columns if table.is_text(c)}  # fmt: skip
+    widest = max(words, key=lambda key: _widest(words[key]), default=None)
     for column in table.columns:
         cells = table.cells(column)
         lines, header = [write(*two) for two in parts(cells, column.digits)], column.header
-        if texts := _words(table, column):
-            free = column is widest or not fold
+        if column.key in words:
+            texts, free = words[column.key], column.key == widest or not fold
             least = _widest([word for text in (header, *texts) for word in text.split()])
             width = None if free else _widest([header, *texts])
             grid.add_column(Text(header), min_width=least, width=width)
@@ -122,9 +115,7 @@ def _stacked(table: Table, width: int) -> RichTable:
     """One line per cell: what is left in a very narrow terminal."""
     shown = {column.key: [_line(*parts([cell], column.digits)[0]) for cell in table.cells(column)]
              for column in table.columns}  # fmt: skip
-    numbers = [line for column in table.columns
-               for line, cell in zip(shown[column.key], table.cells(column), strict=True)
-               if isinstance(cell, Estimate)]  # fmt: skip
+    numbers = [line for c in table.columns if not table.is_text(c) for line in shown[c.key]]
     names = _widest([row.label for row in table.rows] + ["  " + c.header for c in table.columns])
     names = min(names, max(1, width - 1 - _widest(numbers)))
     grid = RichTable(box=None, pad_edge=False, show_header=False, padding=(0, 1, 0, 0))
@@ -158,10 +149,10 @@ def to_markdown(table: Table) -> str:
         cells = zip(texts, table.cells(column), strict=True)
         bold = [f"**{text.strip()}**" if _marked(cell) else text for text, cell in cells]
         columns.append(
-            [_md(column.header), *(x.strip() if _words(table, column) else x for x in bold)]
+            [_md(column.header), *(x.strip() if table.is_text(column) else x for x in bold)]
         )
     wide = [max(3, *map(len, column)) for column in columns]
-    left = [True, *(bool(_words(table, column)) for column in table.columns)]
+    left = [True, *(table.is_text(column) for column in table.columns)]
     lines = [
         "| " + " | ".join(map(_place, line, wide, left)) + " |"
         for line in zip(*columns, strict=True)
@@ -224,7 +215,7 @@ def to_latex(table: Table) -> str:
         cells = table.cells(column)
         pairs = parts(cells, column.digits)
         columns.append([_tex_cell(*both) for both in zip(pairs, cells, strict=True)])
-    sides = "".join("l" if _words(table, column) else "r" for column in table.columns)
+    sides = "".join("l" if table.is_text(column) else "r" for column in table.columns)
     header = " & ".join(["", *(_tex(column.header) for column in table.columns)])
     rows = [
         " & ".join([_tex_start(row.label), *(column[i] for column in columns)])

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fairvar.errors import BadInput
+from fairvar.metrics import inputs
+from fairvar.metrics.inputs import Floats as Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 else:  # type checks at run time do not need matplotlib
     Axes = Figure = Any
 
-Floats = NDArray[np.float64]
 P = ParamSpec("P")
 
 BASELINE = "FedAvg"
@@ -171,8 +169,7 @@ def svg(figure: Figure) -> str:
 
 
 def as_array(values: Any, name: str, ndim: int) -> Floats:
-    values = values.detach().cpu().numpy() if hasattr(values, "detach") else values
-    array = np.asarray(values, dtype=np.float64)
+    array = inputs.as_array(values, name)
     if array.ndim != ndim or array.size == 0:
         raise BadInput(f"{name} has shape {array.shape}: give {ndim} axes, none of them empty")
     return array

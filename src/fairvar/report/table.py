@@ -82,6 +82,11 @@ class Table:
     def cells(self, column: Column) -> list[Cell]:
         return [row.cells.get(column.key) for row in self.rows]
 
+    def is_text(self, column: Column) -> bool:
+        """Whether a column holds words and no numbers; it is then aligned left."""
+        kinds = {type(cell) for cell in self.cells(column)}
+        return str in kinds and Estimate not in kinds
+
     def footnotes(self) -> list[str]:
         """What the columns mean, then the notes."""
         meant = [f"{c.header}: {c.definition}" for c in self.columns if c.definition]

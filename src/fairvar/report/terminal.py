@@ -60,15 +60,13 @@ def run_table(folder: Path, manifest: Mapping[str, Any]) -> RichTable:
 
 def agreement_table(found: Sequence[Agreement], seed: int) -> RichTable:
     """Stored runs compared with their first rounds, run again."""
-    table = RichTable(
-        title=f"Run again on this machine, drawn with seed {seed}",
-        caption="largest differences: mean accuracy over clients (points), share of all answers, "
-        "training loss of a client; allowed: of accuracy and loss",
-        title_justify="left",
-        caption_justify="left",
+    table = _table(
+        f"Run again on this machine, drawn with seed {seed}",
+        ("run", "made on", "rounds", "accuracy", "answers", "loss", "allowed", ""),
+        "largest differences: mean accuracy over clients (points), share of all answers, training "
+        "loss of a client; allowed: of accuracy and loss",
+        justify="right",
     )
-    for head in ("run", "made on", "rounds", "accuracy", "answers", "loss", "allowed", ""):
-        table.add_column(head, justify="left" if head in ("run", "made on", "") else "right")
     for each in found:
         facts = each.to_dict()
         alpha = "" if facts["alpha"] is None else f"alpha {facts['alpha']:g}, "

@@ -23,7 +23,7 @@ from fairvar.data.sources import load
 from fairvar.deploy.client import Client
 from fairvar.deploy.flower.apps import Model
 from fairvar.deploy.flower.privacy import clipped
-from fairvar.deploy.flower.secure_node import secured
+from fairvar.deploy.flower.secure import secured
 from fairvar.deploy.flower.setup import Setup, read_setup
 from fairvar.deploy.flower.wire import from_records, to_records
 from fairvar.deploy.local import only

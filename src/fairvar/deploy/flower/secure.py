@@ -4,7 +4,7 @@
 only (`FitIns`, `FitRes`, `LegacyContext`), and its mod acts on messages of type `train` only. So
 probes are sent as `train` messages, our messages are packed into that interface's, and a node
 answers nothing that the mod does not mask. The four stages, the keys and the masks are Flower's.
-`secure_node` has what a node does, `secure_server` what the server does.
+This module has what a node does, `secure_server` what the server does.
 
 Values are rounded at random up or down to steps of 2 · clipping_range / `quantisation`: the mean of
 a round is off by less than one step (where weights are numbers of samples, times `max_weight` and
@@ -13,54 +13,107 @@ the number of clients over the sum of their weights).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-import msgspec
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-from flwr.common import FitIns, ndarrays_to_parameters, parameters_to_ndarrays
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import Message as Envelope
+from flwr.client.mod import secaggplus_mod
+from flwr.client.mod.secure_aggregation.secaggplus_mod import SecAggPlusState
+from flwr.clientapp.typing import ClientAppCallable
+from flwr.common import (
+    Code,
+    FitIns,
+    FitRes,
+    Status,
+    ndarrays_to_parameters,
+    parameters_to_ndarrays,
+)
+from flwr.common.secure_aggregation.crypto.symmetric_encryption import decrypt
+from flwr.common.secure_aggregation.secaggplus_constants import (
+    RECORD_KEY_CONFIGS,
+    RECORD_KEY_STATE,
+    Key,
+    Stage,
+)
+from flwr.common.secure_aggregation.secaggplus_utils import share_keys_plaintext_separate
+from flwr.compat.common import recorddict_compat as compat
 
-from fairvar.deploy.flower.wire import ARRAYS, FACTS
-from fairvar.deploy.summed import is_additive
+from fairvar.deploy.flower.setup import SECURE, SecureSettings, read_terms
+from fairvar.deploy.flower.transport import error_of
+from fairvar.deploy.flower.wire import ARRAYS, FACTS, from_records
+from fairvar.deploy.messages import SAMPLES
+from fairvar.deploy.summed import contribution
 from fairvar.engine.state import State
 from fairvar.errors import BadInput
-from fairvar.methods.base import Method
-from fairvar.validation import Checked, Positive
 
-SECURE = "secure-aggregation"
-FEWEST = 3  # clients; of two clients, each could subtract its own value from the sum
 UNREADABLE = "unreadable"  # in a node's reply: the nodes whose shares it cannot decrypt
 MODULUS = 2**32
 MOST_STEPS = 2**30  # Flower rounds to 32-bit integers
 NAMES, WANTED = "names", "wanted"  # in the older interface arrays have no names: "x/weight x/bias"
 
 
-class SecureSettings(Checked, frozen=True, kw_only=True):
-    __where__: ClassVar[str | None] = "secure"
-
-    clipping_range: Positive = 8.0  # no value that a client adds may be larger
-    # Share of the clients that must stay until the sum is recovered. Fewer clients, together with
-    # the server, cannot unmask anybody.
-    threshold: Annotated[float, msgspec.Meta(gt=0.5, le=1)] = 2 / 3
-    max_weight: Positive = 1.0  # the largest number of samples, where weights are those
-
-
-def check_carries(method: Method, asked: int, settings: SecureSettings) -> None:
-    """Refuse what a secure sum cannot compute or hide; `asked` clients take part in a round."""
-    if not is_additive(method):
-        what = ", ".join(method.reveals)
-        raise BadInput(
-            f"{SECURE} = true cannot be kept for {method.label}: its server needs each client's "
-            f"{what} by itself, and a secure sum hides just that; leave it out, or take FedAvg, "
-            "q-FFL, FairLoss or FairGrad"
-        )
-    if asked < FEWEST:
-        raise BadInput(f"{SECURE} = true hides nothing among {asked} clients; {FEWEST} or more")
-    if method.client_weights == "size" and settings.max_weight == 1:
-        raise BadInput(f"{SECURE} = true with weights by size needs secure.max_weight, the largest "
-                       "number of samples of any client")  # fmt: skip
+def secured(message: Envelope, context: Context, call_next: ClientAppCallable) -> Envelope:
+    """Flower's mod, if the run asks for it; such a run gets no unmasked answer."""
+    if not context.run_config.get(SECURE):
+        return call_next(message, context)
+    if RECORD_KEY_CONFIGS not in message.content.config_records:
+        raise BadInput("this run has secure aggregation: unmasked answers are not given")
+    if unreadable := _unreadable(message, context):  # Flower's mod would fail without naming them
+        complaint = ConfigRecord({UNREADABLE: unreadable})
+        return Envelope(RecordDict({RECORD_KEY_CONFIGS: complaint}), reply_to=message)
+    return secaggplus_mod(message, context, lambda asked, ctx: _contribute(asked, ctx, call_next))
 
 
+def _unreadable(message: Envelope, context: Context) -> list[int]:
+    """The nodes whose shares, which the server forwards now, this node cannot decrypt."""
+    configs: Any = message.content.config_records[RECORD_KEY_CONFIGS]
+    kept: Any = context.state.config_records.get(RECORD_KEY_STATE, {})
+    if configs.get(Key.STAGE) != Stage.COLLECT_MASKED_VECTORS:
+        return []
+    state, bad = SecAggPlusState(**kept), []
+    for node, sealed in zip(configs[Key.SOURCE_LIST], configs[Key.CIPHERTEXT_LIST], strict=True):
+        try:
+            opened = share_keys_plaintext_separate(decrypt(state.ss2_dict[node], sealed))
+            if opened[:2] != (node, state.nid):
+                bad.append(node)
+        except Exception:  # of any kind: it cannot be read
+            bad.append(node)
+    return bad
+
+
+def _contribute(asked: Envelope, context: Context, call_next: ClientAppCallable) -> Envelope:
+    """The values to be masked: this client's part of the sums, and its weight."""
+    terms = read_terms(context.run_config)
+    assert terms.secure is not None
+    fit = compat.recorddict_to_fitins(asked.content, keep_input=True)
+    request, wanted = unpack_request(fit)
+    answer = call_next(Envelope(request, reply_to=asked), context)
+    if answer.has_error():
+        raise BadInput(error_of(answer))
+    reply, method = from_records(answer.content), terms.config.method
+    parts = contribution(from_records(request), reply, method, terms.config.train.lr)
+    # The weight is not masked, so it is a plain 1 where it can be.
+    weight = int(reply.numbers[SAMPLES]) if method.client_weights == "size" else 1
+    arrays = [parts[name].numpy() for name in wanted]
+    _check_range(arrays, weight, terms.secure)
+    result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters(arrays), weight, {})
+    return Envelope(compat.fitres_to_recorddict(result, keep_input=False), reply_to=asked)
+
+
+def _check_range(arrays: Sequence[np.ndarray], weight: int, settings: SecureSettings) -> None:
+    """Flower would clip larger values silently, and the sum would be wrong."""
+    part = weight / settings.max_weight
+    largest = max(float(np.abs(a).max(initial=0.0)) for a in arrays) * part
+    if not largest <= settings.clipping_range:
+        raise BadInput(f"a value of {largest:.3g} is beyond secure.clipping_range = "
+                       f"{settings.clipping_range:g}")  # fmt: skip
+    if part > 1:
+        raise BadInput(f"{weight} samples are beyond secure.max_weight = {settings.max_weight:g}")
+
+
+# -- on both sides ---------------------------------------------------------------------------------
 def check_model(state: State) -> None:
     if state.buffers:
         raise BadInput(f"{SECURE} = true: a model with batch norm has statistics of unknown size, "

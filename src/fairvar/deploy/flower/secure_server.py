@@ -30,14 +30,8 @@ from flwr.server.workflow.constant import Key as RoundKey
 from flwr.serverapp import Grid
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key
 
-from fairvar.deploy.flower.secure import (
-    FEWEST,
-    MODULUS,
-    UNREADABLE,
-    SecureSettings,
-    pack_request,
-    quantisation,
-)
+from fairvar.deploy.flower.secure import MODULUS, UNREADABLE, pack_request, quantisation
+from fairvar.deploy.flower.setup import FEWEST, SecureSettings
 from fairvar.deploy.flower.transport import LOG, GridTransport, Reply, error_of
 from fairvar.deploy.flower.wire import header_of, to_records
 from fairvar.deploy.guard import Arrival, Reason, brief

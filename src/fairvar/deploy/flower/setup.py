@@ -21,7 +21,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 import torch
@@ -30,17 +30,20 @@ from torch import nn
 from fairvar.data.sources import OWN
 from fairvar.deploy.flower.apps import Model
 from fairvar.deploy.flower.privacy import PrivacySettings
-from fairvar.deploy.flower.secure import SECURE, SecureSettings, check_carries
 from fairvar.deploy.robust import check_average
 from fairvar.deploy.run import Agreement
 from fairvar.deploy.settings import OFF, FederationSettings
+from fairvar.deploy.summed import is_additive
 from fairvar.engine.batches import Participation
 from fairvar.errors import BadInput
+from fairvar.methods.base import Method
 from fairvar.runs.config import Config, assign, merge_overrides, refuse_unknown
 from fairvar.runs.runner import federation_of, initial_model
-from fairvar.validation import Checked
+from fairvar.validation import Checked, Positive
 
 S = TypeVar("S", bound=Checked)
+SECURE = "secure-aggregation"
+FEWEST = 3  # clients in a secure sum; of two clients, each could subtract its own value
 PLACES = {
     "method": "method.name",
     "data": "data.name",
@@ -52,6 +55,32 @@ PLACES = {
 }
 TEXTS = ("method-options", "options", "input-shape", "out", "start")
 KNOWN = dict.fromkeys((*PLACES, *TEXTS, "classes", SECURE), object)
+
+
+class SecureSettings(Checked, frozen=True, kw_only=True):
+    __where__: ClassVar[str | None] = "secure"
+
+    clipping_range: Positive = 8.0  # no value that a client adds may be larger
+    # Share of the clients that must stay until the sum is recovered. Fewer clients, together with
+    # the server, cannot unmask anybody.
+    threshold: Annotated[float, msgspec.Meta(gt=0.5, le=1)] = 2 / 3
+    max_weight: Positive = 1.0  # the largest number of samples, where weights are those
+
+
+def check_carries(method: Method, asked: int, settings: SecureSettings) -> None:
+    """Refuse what a secure sum cannot compute or hide; `asked` clients take part in a round."""
+    if not is_additive(method):
+        what = ", ".join(method.reveals)
+        raise BadInput(
+            f"{SECURE} = true cannot be kept for {method.label}: its server needs each client's "
+            f"{what} by itself, and a secure sum hides just that; leave it out, or take FedAvg, "
+            "q-FFL, FairLoss or FairGrad"
+        )
+    if asked < FEWEST:
+        raise BadInput(f"{SECURE} = true hides nothing among {asked} clients; {FEWEST} or more")
+    if method.client_weights == "size" and settings.max_weight == 1:
+        raise BadInput(f"{SECURE} = true with weights by size needs secure.max_weight, the largest "
+                       "number of samples of any client")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from fairvar.engine.kernels.reference import reference_round
 from fairvar.engine.kernels.shared import blocked_round, pooled_round
 from fairvar.engine.kernels.vmapped import TileSums, Trained, client_norms, vmapped_round
 from fairvar.engine.run import Run
-from fairvar.engine.state import Outcome, State
+from fairvar.engine.state import Outcome, State, first_run, one_run
 from fairvar.methods.base import Method
 from fairvar.tree import squared_norm, tree_map
 
@@ -38,7 +38,7 @@ class Network:
         return [self.run.method]
 
     def round(self, state: State, t: int, splits: Splits | None) -> tuple[Outcome, Seen | None]:
-        run, state = self.run, state.map(_first)
+        run, state = self.run, state.map(first_run)
         seen = None if splits is None else LocalModels(run, state, splits)
         if self.form == "reference":
             outcome = reference_round(run, state, t, seen)
@@ -50,16 +50,16 @@ class Network:
                 # does not change the training.
                 vmapped_round(run, state, t, seen)
             outcome = (pooled_round if self.form == "pooled" else blocked_round)(run, state, t)
-        return outcome.map(_lift), None if seen is None else seen.result()
+        return outcome.map(one_run), None if seen is None else seen.result()
 
     def scores(self, state: State, splits: Splits) -> dict[str, Scores]:
-        state, found = state.map(_first), {}
+        state, found = state.map(first_run), {}
         for name in splits:
             split = self.run.federation.splits[name]
             scores = evaluate_shared(
                 self.run.task, state.params, state.buffers, split, self.run.piece
             )
-            found[name] = Scores(*map(_lift, scores))
+            found[name] = Scores(*map(one_run, scores))
         return found
 
     # -- recorded rounds ---------------------------------------------------------------------------
@@ -76,12 +76,12 @@ class Network:
     def compute(self, state: State, t: int) -> tuple[Outcome, list[Trained]]:
         trained: list[Trained] = []
         if self.form == "vmapped" and self.shows:
-            outcome = vmapped_round(self.run, state.map(_first), t, trained.append)
-            return outcome.map(_lift), trained
+            outcome = vmapped_round(self.run, state.map(first_run), t, trained.append)
+            return outcome.map(one_run), trained
         return self.round(state, t, None)[0], trained
 
     def see(self, before: State, t: int, work: list[Trained], splits: Splits) -> Seen:
-        before = before.map(_first)
+        before = before.map(first_run)
         seen = LocalModels(self.run, before, splits)
         for trained in work:
             seen(trained)
@@ -117,15 +117,5 @@ class LocalModels:
         mean = squared_norm(self.sums.trees["gradient"]).double() / share.sum() ** 2
         squares = self.squared_gradient_norm.nan_to_num(0.0, posinf=torch.inf)
         variance = share @ squares / share.sum() - mean
-        local = {split: Scores(*map(_lift, scores)) for split, scores in self.local.items()}
+        local = {split: Scores(*map(one_run, scores)) for split, scores in self.local.items()}
         return Seen(self.update_norm[None], variance[None], local)
-
-
-def _first(leaf: Tensor) -> Tensor:
-    """Without the axis of runs."""
-    return leaf[0]
-
-
-def _lift(leaf: Tensor) -> Tensor:
-    """With an axis of one run."""
-    return leaf[None]

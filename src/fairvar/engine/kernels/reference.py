@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fairvar.engine.kernels.vmapped import Observer, Trained
 from fairvar.engine.run import Run
-from fairvar.engine.server import Answers, Server, aggregate
+from fairvar.engine.server import Aggregator, Answers, aggregate
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Method
 from fairvar.models.twice import hessian_product
@@ -182,6 +182,6 @@ def reference_round(run: Run, state: State, t: int, observe: Observer | None = N
 
     # Server.
     kept = mean_gradient if run.method.reports_gradient else None
-    server = Server(method, share, ids, run.clients)
+    server = Aggregator(method, share, ids, run.clients)
     answers = Answers(loss, params, buffers, own)
     return aggregate(server, state, answers, mean_loss, kept, run.lr)

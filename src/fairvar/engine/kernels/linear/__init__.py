@@ -45,7 +45,7 @@ from fairvar.engine.kernels.linear.steps import (
 )
 from fairvar.engine.kernels.network import Network
 from fairvar.engine.run import Run
-from fairvar.engine.server import Server
+from fairvar.engine.server import Aggregator
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Method
 from fairvar.tree import Tree, squared_norm, tree_map
@@ -124,12 +124,12 @@ class Linear:
         share = batch.layout.spread(self.run.share[None])
         return batch.gradient(self.dual.model, first * share)
 
-    def _server(self, t: int) -> Server:
+    def _server(self, t: int) -> Aggregator:
         """The methods as they act in round t."""
         acting, run = [method.at_round(t) for method in self.methods], self.run
         numbers = self._numbers(acting) if len(acting) > 1 else {}
         runs = len(acting)
-        return Server(acting[0], run.share, run.ids, run.clients, runs, numbers, everyone=True)
+        return Aggregator(acting[0], run.share, run.ids, run.clients, runs, numbers, everyone=True)
 
     def _numbers(self, acting: list[Method]) -> dict[str, Tensor]:
         """Fetched again only where a round differs from the one before (after a warm start)."""
@@ -165,7 +165,7 @@ class Linear:
         return Linear(run, self.methods, self.rates, numbers["lr"][:, None], kept)
 
 
-def _one_step(kernel: Linear, server: Server, state: State, batches: RoundBatches) -> Work:
+def _one_step(kernel: Linear, server: Aggregator, state: State, batches: RoundBatches) -> Work:
     run, method, batch = kernel.run, server.method, _drawn(kernel, batches)
     layout = batch.layout
     found = answer(batch.logits(kernel.dual.model, state.x), batch.target)
@@ -181,7 +181,7 @@ def _one_step(kernel: Linear, server: Server, state: State, batches: RoundBatche
 
 def _receive(
     kernel: Linear,
-    server: Server,
+    server: Aggregator,
     state: State,
     batch: Batch,
     first: Float[Tensor, "runs outputs P"],
@@ -217,7 +217,7 @@ def _full_losses(kernel: Linear, state: State) -> Float64[Tensor, "runs n"]:
     return train.layout.means(sample_losses(train.logits(kernel.dual.model, state.x), train.target))
 
 
-def _local_steps(kernel: Linear, server: Server, state: State, batches: RoundBatches) -> Work:
+def _local_steps(kernel: Linear, server: Aggregator, state: State, batches: RoundBatches) -> Work:
     run, method, batch, plan = kernel.run, server.method, kernel.dual.train, kernel.plan
     z = batch.logits(kernel.dual.model, state.x)
     found = answer(z, batch.target)
@@ -238,7 +238,7 @@ def _local_steps(kernel: Linear, server: Server, state: State, batches: RoundBat
     return Work(batch, first, walk.along, walk.shared, own, sent.g, sent.u, loss)
 
 
-def _finish(kernel: Linear, server: Server, state: State, work: Work) -> Outcome:
+def _finish(kernel: Linear, server: Aggregator, state: State, work: Work) -> Outcome:
     """x ← x − Σ_i w_i (x − x_i) / normaliser"""
     run, layout, loss = kernel.run, work.batch.layout, work.loss
     weights, memory = server.weigh(state.memory, loss)

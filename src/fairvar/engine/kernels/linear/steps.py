@@ -30,7 +30,7 @@ from fairvar.engine.kernels.linear.dual import (
     by_client,
     through_grams,
 )
-from fairvar.engine.server import Server
+from fairvar.engine.server import Aggregator
 from fairvar.tree import Tree
 
 
@@ -61,7 +61,7 @@ class Direction(NamedTuple):
 
 
 def direction(
-    server: Server,
+    server: Aggregator,
     slopes: Slopes,
     loss: Float64[Tensor, "runs m"],
     sent: Sent,
@@ -192,7 +192,7 @@ class Walk:
         self,
         step: Step,
         columns: Int64[Tensor, " b"],
-        server: Server,
+        server: Aggregator,
         sent: Sent,
         fixed_loss: Float64[Tensor, "runs n"] | None,
         lr: Tensor | float,
