@@ -35,7 +35,7 @@ from test_sources import (  # the writers of the formats
 )
 
 from fairvar.data import load_federation, sources
-from fairvar.data.readers import archives
+from fairvar.data.readers import archives, cifar
 from fairvar.data.readers.archives import open_tree
 from fairvar.data.readers.cifar import CIFAR10, CIFAR100, binary_batch, python_batch
 from fairvar.data.readers.idx import read_idx
@@ -263,6 +263,16 @@ def test_cut_and_flipped_python_batches():
             else:
                 assert images.shape == (4, 3, 32, 32)
                 assert labels.shape == (4,)
+
+
+def test_pickles_that_would_fill_the_memory(monkeypatch):
+    """The unpickler in C allocates a memo of 2³¹ entries, and bytearrays of any length."""
+    for code in (b"\x80\x02}r\xff\xff\xff\x7f.", b"\x80\x05\x96" + b"\xff" * 7 + b"\x00."):
+        with refused("^f is refused"):
+            python_batch("f", code, CIFAR10)
+    monkeypatch.setattr(cifar, "MOST_READS", 10_000)
+    with refused("it has more than 10000 parts"):
+        python_batch("f", b"\x80\x02](" + b"K\x01" * 2_000_000 + b"e.", CIFAR10)
 
 
 def test_bad_binary_batches():

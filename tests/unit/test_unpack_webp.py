@@ -51,7 +51,7 @@ def test_sheets_become_binary_files_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FAIRVAR_DATA", str(tmp_path))
     with pytest.raises(BadInput, match=f"tools/unpack_webp.py {tmp_path}/cifar10$"):
         sources.load("cifar10")
-    with pytest.raises(BadInput, match=r"tools/unpack_webp\.py"):
+    with pytest.raises(BadInput, match=r"leave root out and unpack .* tools/unpack_webp\.py"):
         sources.load("cifar10", tmp_path / "cifar10")
     with pytest.raises(BadInput, match=r"fairvar data fetch cifar100$"):
         sources.load("cifar100")

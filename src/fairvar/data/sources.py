@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,7 +186,7 @@ def locate(name: str, root: str | Path | None = None) -> tuple[Layout, list[Path
                 if paths := layout.match(place):
                     return layout, paths
     except OSError as error:
-        raise BadInput(f"cannot look for {name} in {place}: {error.strerror}") from None
+        raise BadInput(f"cannot search {place} for {name}: {error.strerror}") from None
     raise _not_found(name, root)
 
 
@@ -197,7 +198,10 @@ def _not_found(name: str, root: str | Path | None) -> BadInput:
     way = f"point to it or run: fairvar data fetch {name}"
     for place in _places(name, root):
         if name.startswith("cifar") and (place / SHEETS).is_file():
-            way = f"unpack its WebP sheets first: python tools/unpack_webp.py {place}"
+            leave = "leave root out and " if root is not None else ""
+            command = f"python tools/unpack_webp.py {shlex.quote(str(place))}"
+            way = f"{leave}unpack its WebP sheets first: {command}"
+            break
     return BadInput(
         f"{name} was not found: root is {'not given' if root is None else repr(str(root))}, "
         f"FAIRVAR_DATA is {os.environ.get('FAIRVAR_DATA') or 'not set'}, the cache is "

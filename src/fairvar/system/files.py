@@ -26,11 +26,11 @@ MOST_CODE = 4 << 20  # a plugin
 MOST_RECORD = 64 << 20  # a manifest, a federation's record or an archive's list
 MOST_TENSORS = 4 << 30  # a history, a state, a checkpoint or a file of weights
 MOST_ARCHIVE = 1 << 30  # runs.tar.xz
-_SMALL = 64 << 20  # larger files that are mostly holes take memory that nobody paid for
+_SMALL = 64 << 20  # larger files that consist of holes take memory, but no space on disk
 
 
 class _Regular(io.FileIO):
-    """Ends where the file ended when it was opened, however it grows."""
+    """Ends where the file ended when it was opened, even if it grows."""
 
     length = 0
 
