@@ -21,8 +21,8 @@ UP, DOWN = Difference(1.0, 0.5, 1.5), Difference(-1.0, -1.5, -0.5)
 NOISE = Difference(0.2, -0.5, 0.9)
 
 
-def test_alike_holds_unless_a_difference_is_clear() -> None:
-    assert _verdict(ALIKE, {"a": NOISE, "b": NOISE})[0].startswith("reproduced")
+def test_alike_is_undecided_unless_a_difference_is_clear() -> None:
+    assert _verdict(ALIKE, {"a": NOISE, "b": NOISE})[0] == "undecided: no clear difference"
     told, pair = _verdict(ALIKE, {"a": NOISE, "b": DOWN})
     assert told == "not reproduced: clear for b"
     assert pair == "b"
@@ -31,7 +31,7 @@ def test_alike_holds_unless_a_difference_is_clear() -> None:
 def test_a_direction_must_be_clear_against_everyone() -> None:
     assert _verdict(LESS, {"a": DOWN, "b": DOWN})[0] == "reproduced"
     assert _verdict(MORE, {"a": UP})[0] == "reproduced"
-    assert _verdict(LESS, {"a": DOWN, "b": NOISE}) == ("within noise", "b")
+    assert _verdict(LESS, {"a": DOWN, "b": NOISE}) == ("undecided: within noise", "b")
     assert _verdict(LESS, {"a": DOWN, "b": UP}) == ("not reproduced: the opposite is clear", "b")
     assert _verdict(MORE, {"a": DOWN})[0] == "not reproduced: the opposite is clear"
 

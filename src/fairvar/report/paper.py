@@ -130,14 +130,14 @@ def _verdict(relation: str, pairs: dict[str, Difference]) -> tuple[str, str]:
         worst = max(pairs, key=lambda name: _signal(pairs[name]))
         clear = [name for name, d in pairs.items() if d.clear]
         against = f"not reproduced: clear for {', '.join(clear)}"
-        return (against if clear else "reproduced: no clear difference"), worst
+        return (against if clear else "undecided: no clear difference"), worst
     sign = 1 if relation == MORE else -1
     worst = min(pairs, key=lambda name: sign * pairs[name].value)
     if all(d.clear and sign * d.value > 0 for d in pairs.values()):
         return "reproduced", worst
     if any(d.clear and sign * d.value < 0 for d in pairs.values()):
         return "not reproduced: the opposite is clear", worst
-    return "within noise", worst
+    return "undecided: within noise", worst
 
 
 def _signal(d: Difference) -> float:
