@@ -1,7 +1,7 @@
 """The contract over every method and option, and over methods that are wrong on purpose.
 
 A check that cannot fail proves nothing: each broken method below must fail the check it names, and
-the right method must pass the same check.
+the right method beside it must pass the same check.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def test_captured_rounds_are_ordinary_rounds(model: str, method: fv.Method, work
 
 
 def test_evaluated_epochs_repeat_the_recording_too() -> None:
-    """The recorded round yields the local models, so no second round is computed."""
+    """The clients' own models come out of it, so no round is computed beside it."""
     RECORDINGS.kept.clear()
     more: dict = {"rounds": 6, "evaluate_every": 1}
     expected = run("cnn", fv.FairGrad(0.1), "auto", "epoch", **more)

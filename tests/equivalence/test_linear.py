@@ -131,7 +131,7 @@ def large() -> fv.Federation:
 
 
 def test_gram_matrices_must_pay() -> None:
-    """Methods that need none take the linear path for large clients too."""
+    """Methods that need none take the path for large clients too; their own models go beside it."""
     data = large()
     assert chosen("multinomial", data, fv.FedAvg()) == "linear"
     assert chosen("multinomial", data, fv.FairGrad(0.1)) == "blocked"

@@ -150,7 +150,7 @@ def test_a_run_goes_on_from_a_stored_checkpoint(method: fv.Method, capture: bool
 
     def keep(done: int, make: object) -> None:
         if done == 3:
-            kept.append(pack_checkpoint(*make()))  # type: ignore[operator]
+            kept.append(pack_checkpoint(make()))  # type: ignore[operator]
 
     def train(start: Checkpoint | None) -> fv.History:
         given = (data, method, "cross_entropy", settings, when, start, None, keep)

@@ -18,7 +18,7 @@ NAMES = [str(path.relative_to(ROOT / "results")) for path in RESULTS]
 
 
 def published(folder: Path) -> list[Path]:
-    """Files that git tracks: other reports may be in the same folder."""
+    """What git knows: reports of one's own may lie beside it."""
     told = subprocess.run(["git", "ls-files", "--", str(folder)], cwd=ROOT, capture_output=True,
                           text=True, check=True).stdout  # fmt: skip
     return [ROOT / line for line in told.splitlines()]

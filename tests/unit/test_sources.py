@@ -43,7 +43,7 @@ Image = pytest.importorskip("PIL.Image")
 
 def real(folder: str) -> Path:
     if not (SHARED / folder).is_dir():
-        pytest.skip(f"../shared/data/{folder} is not there")
+        pytest.skip(f"shared/data/{folder} is not beside the project")
     return SHARED / folder
 
 

@@ -60,8 +60,8 @@ class Lockstep:
         self.calls.append((len(members), first))
 
         def advance(i: int, rounds: int) -> Any:
-            def take(done: int, make: Callable[[], list[Checkpoint]]) -> None:
-                (at[i],) = make()
+            def take(done: int, make: Callable[[], Checkpoint]) -> None:
+                at[i] = make()
 
             m = members[i]
             settings = replace(m.settings, rounds=rounds)

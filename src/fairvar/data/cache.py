@@ -20,8 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fairvar.data.readers import Layout, Samples, unreadable
-from fairvar.errors import cause
+from fairvar.data.readers import Layout, Samples, reason, unreadable
 from fairvar.system.files import digest, open_regular, read_bytes, walk, whole_file
 
 MOST_BYTES = 64 << 30
@@ -161,5 +160,5 @@ def _load(file: Path) -> Samples | None:
                 train, classes = arrays["numbers"].tolist()
                 return Samples(arrays["x"], arrays["y"], train, classes, note=str(arrays["note"]))
     except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile) as error:
-        _say(f"{file.name} in the cache is damaged ({cause(error)}); decoding the images again")
+        _say(f"{file.name} in the cache is damaged ({reason(error)}); decoding the images again")
         return None

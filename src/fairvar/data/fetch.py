@@ -21,7 +21,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fairvar.data.cache import datasets_dir, file_digest
-from fairvar.errors import BadInput, RunFailed, cause, unknown
+from fairvar.data.readers import reason
+from fairvar.errors import BadInput, RunFailed, unknown
 
 Progress = Callable[[str, int, int], None]  # file, bytes so far, bytes in all
 
@@ -112,7 +113,7 @@ def fetch(
         raise RunFailed(f"another process is fetching {name} into {folder}; wait for it") from None
     except OSError as error:
         kind = RunFailed if error.errno == errno.ENOSPC else BadInput
-        raise kind(f"cannot write into {folder}: {error.strerror or cause(error)}") from None
+        raise kind(f"cannot write into {folder}: {error.strerror or reason(error)}") from None
     return folder
 
 
@@ -175,9 +176,9 @@ def _download(remote: Remote, url: str, part: Path, progress: Progress | None) -
             part.unlink(missing_ok=True)
         raise _Again(f"the server answers {error.code} {error.reason}") from None
     except urllib.error.URLError as error:
-        raise _Again(f"no connection ({cause(error)})") from None
+        raise _Again(f"no connection ({reason(error)})") from None
     except (TimeoutError, ConnectionError, http.client.HTTPException) as error:
-        raise _Again(f"the connection broke ({cause(error)})") from None
+        raise _Again(f"the connection broke ({reason(error)})") from None
 
 
 def _receive(reply: Any, remote: Remote, part: Path, have: int, progress: Progress | None) -> None:

@@ -39,7 +39,7 @@ from fairvar.engine.state import (
     initial_state,
     one_run,
 )
-from fairvar.engine.train import Prepared, prepare, provenance
+from fairvar.engine.train import KeepOne, Prepared, prepare, provenance
 from fairvar.engine.trainer import Progress, Runs, train_rounds
 from fairvar.methods.base import Method
 from fairvar.tree import is_finite, squared_norm, subtract
@@ -126,7 +126,7 @@ def federate(
     transport: Transport,
     start: Checkpoint | None = None,
     progress: Progress | None = None,
-    keep: Callable[[int, Callable[[], Checkpoint]], None] | None = None,
+    keep: KeepOne | None = None,
     finish: Callable[[Outcome], Outcome] = lambda outcome: outcome,
 ) -> Federated:
     """Train with the clients behind `transport`; continues from `start`. `finish` has the last word

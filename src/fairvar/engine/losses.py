@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fairvar.errors import BadInput, cause, unknown
+from fairvar.errors import BadInput, unknown
+from fairvar.models.check import one_line
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -56,7 +57,7 @@ def check_loss(loss: LossFunction, outputs: Tensor, targets: Tensor, classes: in
     try:
         values = loss(outputs, targets)
     except Exception as error:
-        raise BadInput(f"the loss fails on {shapes}: {cause(error)}") from error
+        raise BadInput(f"the loss fails on {shapes}: {one_line(error)}") from error
     if not isinstance(values, Tensor) or values.shape != (len(targets),):
         found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise BadInput(

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from fairvar.data.federation import Federation
 from fairvar.engine.losses import LossFunction, check_loss, resolve_loss
 from fairvar.engine.settings import TrainSettings
-from fairvar.errors import BadInput, cause
+from fairvar.errors import BadInput
 from fairvar.models import Problem, build
-from fairvar.models.check import Findings, examine, tells_all
+from fairvar.models.check import Findings, examine, one_line, tells_all
 from fairvar.models.norm import call, swap_batch_norm
 from fairvar.models.products import swap_convolutions
 from fairvar.tree import Tree
@@ -158,7 +158,7 @@ def _placed(model: nn.Module | str, federation: Federation, settings: TrainSetti
     try:
         return copy.deepcopy(model).to(device, dtype).train()
     except Exception as error:
-        raise BadInput(f"the model cannot be copied to {device}: {cause(error)}") from error
+        raise BadInput(f"the model cannot be copied to {device}: {one_line(error)}") from error
 
 
 def _moves_buffers(task: Task, sample: Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,6 +42,7 @@ from fairvar.engine.trainer import Progress as Progress
 from fairvar.errors import LONGEST, BadInput, one_line, shown
 from fairvar.methods.base import Method
 
+KeepOne = Callable[[int, Callable[[], Checkpoint]], None]  # (rounds done, make a checkpoint)
 DEFAULT = EvaluateSettings()
 
 
@@ -165,21 +166,26 @@ def run_rounds(
     when: EvaluateSettings,
     start: Checkpoint | None = None,
     progress: Progress | None = None,
-    keep: Keep | None = None,
+    keep: KeepOne | None = None,
 ) -> History:
     """`train` with its numbers already checked; continues from `start`, the same bit by bit.
 
-    After every round `keep` may ask for a list of one checkpoint. `progress` may raise to stop.
+    After every round `keep` may ask for a checkpoint. `progress` may raise to stop the run.
     """
     started = time.perf_counter()
     prepared = prepare(model, federation, method, loss, settings)
     run = prepared.run
     with arithmetic(settings.precision, run.device, run.few_shapes):
         runs = prepared.runs(settings.rounds, when, start)
-        train_rounds([runs], settings.rounds, when.every, progress, keep)
+        train_rounds([runs], settings.rounds, when.every, progress, one_by_one(keep))
         (made,) = runs.checkpoints()
     birth = provenance(prepared, settings, time.perf_counter() - started)
     return runs.recorder.history(made, 0, run.samples, birth)
+
+
+def one_by_one(keep: KeepOne | None) -> Keep | None:
+    """For a trainer of one run."""
+    return keep and (lambda done, make: keep(done, lambda: make()[0]))
 
 
 @dataclass

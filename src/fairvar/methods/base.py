@@ -170,7 +170,7 @@ class Method(Checked, frozen=True, tag_field="name"):
         return counts / counts.sum()
 
     def initial_memory(self, clients: int) -> Memory:
-        """What the server carries from round to round in addition to a and g."""
+        """What the server carries from round to round beside a and g."""
         return {}
 
     def at_round(self, t: int) -> Method:

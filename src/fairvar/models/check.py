@@ -16,7 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-from fairvar.errors import BadInput, cause, shown
+from fairvar.errors import BadInput, shown
 from fairvar.models.norm import SWAPPED, PlainBatchNorm, call, sample_weight_names, swap_batch_norm
 from fairvar.models.twice import hessian_product, twice_differentiable
 from fairvar.tree import Tree, scale, stack
@@ -177,7 +177,7 @@ def _pass_problems(
             shape = tuple(inputs[:1].shape)
             alone = evaluating(inputs[:1])
     except Exception as error:
-        yield Problem(f"fails on inputs of shape {shape}: {cause(error)}")
+        yield Problem(f"fails on inputs of shape {shape}: {one_line(error)}")
         return
     for given, samples, labels in (
         (outputs, inputs, targets), (evaluated, inputs, targets), (alone, inputs[:1], None)
@@ -192,7 +192,7 @@ def _pass_problems(
     try:
         _slopes(copy.deepcopy(module).train(), inputs)
     except Exception as error:
-        yield Problem(f"cannot be differentiated: {cause(error)}")
+        yield Problem(f"cannot be differentiated: {one_line(error)}")
 
 
 def _output_problems(
@@ -237,7 +237,7 @@ def _try_engines(
             bent = torch.cat([leaf.flatten() for leaf in products])
         except Exception as error:
             found.problems.append(Problem("cannot be differentiated twice, which FairGrad needs "
-                                          f"and no other method: {cause(error)}"))  # fmt: skip
+                                          f"and no other method: {one_line(error)}"))  # fmt: skip
     try:
         trial = swap_batch_norm(plain)
         if changed := _changed_in_place(trial, inputs):
@@ -248,7 +248,7 @@ def _try_engines(
             found.reverse_over_forward = bent is None or _bends_in_reverse(trial, inputs, bent)
         found.problems += _mixing_problems(trial, inputs)
     except Exception as error:
-        text = f"does not run under torch.func {LOOP}: {cause(error)}"
+        text = f"does not run under torch.func {LOOP}: {one_line(error)}"
         found.problems.append(Problem(text, fatal=False))
 
 
@@ -286,7 +286,7 @@ def _vmap_problems(module: nn.Module, inputs: Tensor, bent: Tensor | None) -> It
             which = "has a second derivative that "
             alike = _bends_forward(module, inputs, bent)
     except Exception as error:
-        text = f"{which}does not run under torch.func.vmap {LOOP}: {cause(error)}"
+        text = f"{which}does not run under torch.func.vmap {LOOP}: {one_line(error)}"
         yield Problem(text, fatal=False)
         return
     if not alike:
@@ -379,7 +379,7 @@ def _mixing_problems(module: nn.Module, inputs: Tensor) -> Iterator[Problem]:
         mixed |= bool(without) and not _close(_flat(with_padding).double(), _flat(without).double())
         reason = "lets the samples of a batch influence each other, so padding would leak"
     except Exception as error:
-        mixed, reason = True, f"does not run on padded batches: {cause(error)}"
+        mixed, reason = True, f"does not run on padded batches: {one_line(error)}"
     if mixed:
         yield Problem(f"{reason}: use only layers that treat samples alone {LOOP}", fatal=False)
 
@@ -398,3 +398,9 @@ def _close(a: Tensor, b: Tensor, factor: float = 1.0) -> bool:
     tolerance = factor * {torch.float64: 1e-7, torch.float32: 1e-3}.get(a.dtype, 1e-2)
     largest = float(b.abs().max()) if b.numel() else 0.0
     return a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance * largest)
+
+
+def one_line(error: Exception) -> str:
+    """torch's own message, shortened to one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 160 else text[:157] + "..."

@@ -123,9 +123,14 @@ def train_runs(
     data, loss, when = federation_of(first), first.model.loss, first.evaluate
     begin: Sequence[Checkpoint | None] = starts or [None] * len(cells)
     if len(cells) == 1:
+
+        def keep_one(done: int, make: Callable[[], Checkpoint]) -> None:
+            if keep is not None:
+                keep(done, lambda: [make()])
+
         model = model_of(first, data)
         return [run_rounds(model, data, first.method, loss, first.train, when, begin[0], progress,
-                           keep)]  # fmt: skip
+                           keep_one)]  # fmt: skip
     members = [
         Member(model_of(cell, data), cell.method, cell.train, start)
         for cell, start in zip(cells, begin, strict=True)

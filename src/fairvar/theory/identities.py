@@ -155,7 +155,7 @@ def _negative_beta() -> list[Claim]:
         plain = plain_loss_variance(problem, strength, uniform(len(f)))
         return torch.linalg.eigvalsh(hessian(plain)(x))[0]
 
-    # a client of loss 0 and one of loss 2 at its minimum: L_λ is concave there for large λ
+    # a client of loss 0 beside one of loss 2 at its minimum: L_λ is concave there for large λ
     A = torch.tensor([[[4.0]], [[1.0]]], dtype=torch.float64)
     zero = torch.zeros(2, 1, dtype=torch.float64)
     pair = Quadratics(A, zero, torch.tensor([0.0, 2.0], dtype=torch.float64)).problem()

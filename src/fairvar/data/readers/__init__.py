@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from fairvar.data.dataset import update_digest
-from fairvar.errors import BadInput, FairvarError, IntegrityError, cause
+from fairvar.errors import BadInput, FairvarError, IntegrityError
 from fairvar.system.files import read_bytes
 
 
@@ -60,13 +60,18 @@ def refused(where: str | Path, why: str) -> IntegrityError:
     return IntegrityError(f"{where.name if isinstance(where, Path) else where} is refused: {why}")
 
 
+def reason(error: BaseException) -> str:
+    """The first line of an error that another library raised."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+
+
 def unreadable(path: Path, error: OSError) -> FairvarError:
     """A file is missing, larger than any of its kind, no regular file, or may not be read."""
     if isinstance(error, FileNotFoundError):
         return IntegrityError(f"{path.name} is missing in {path.parent}")
     if error.errno == errno.EFBIG:
         return refused(path, str(error.strerror))
-    return BadInput(f"cannot read {path}: {error.strerror or cause(error)}")
+    return BadInput(f"cannot read {path}: {error.strerror or reason(error)}")
 
 
 @contextmanager
@@ -79,7 +84,7 @@ def refusing_damage(path: Path, kind: str) -> Iterator[None]:
     except Exception as error:  # zipfile, tarfile, gzip and numpy raise nearly anything
         if isinstance(error, OSError) and error.errno is not None:
             raise unreadable(path, error) from None
-        raise refused(path, f"it is no intact {kind} ({cause(error)})") from None
+        raise refused(path, f"it is no intact {kind} ({reason(error)})") from None
 
 
 def read_capped(path: Path, most: int) -> bytes:

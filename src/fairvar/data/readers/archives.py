@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from fairvar.data.readers import read_capped, refused, refusing_damage
-from fairvar.errors import BadInput, cause
+from fairvar.data.readers import read_capped, reason, refused, refusing_damage
+from fairvar.errors import BadInput
 from fairvar.system.files import MOST_ARCHIVE, open_regular, walk
 
 PIECE = 1 << 16  # the most bytes of one read: headers in archives may lie about their lengths
@@ -178,7 +178,7 @@ def _folder_names(folder: Path) -> Iterator[str]:
             if not entry.is_dir(follow_symlinks=False):
                 yield path.relative_to(folder).as_posix()
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        raise BadInput(f"cannot read {folder}: {cause(error)}") from None
+        raise BadInput(f"cannot read {folder}: {reason(error)}") from None
 
 
 @contextmanager
@@ -219,4 +219,4 @@ def _zip_bytes(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> b
         return archive.read(info)
     except Exception as error:  # zipfile raises nearly anything on damaged entries
         raise refused(path, f"its entry {info.filename[:80]!r} is damaged "
-                            f"({cause(error)})") from None  # fmt: skip
+                            f"({reason(error)})") from None  # fmt: skip

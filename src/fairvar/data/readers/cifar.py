@@ -16,9 +16,8 @@ from typing import Any, ClassVar, cast
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from fairvar.data.readers import Layout, Samples, check_labels, joined, read_capped, refused
+from fairvar.data.readers import Layout, Samples, check_labels, joined, read_capped, reason, refused
 from fairvar.data.readers.archives import tar_files
-from fairvar.errors import cause
 
 PIXELS = 3 * 32 * 32
 MOST_BYTES, MOST_FILE_BYTES = 192 << 20, 160 << 20  # real: 186 and 155 million
@@ -67,7 +66,7 @@ def python_batch(
     except KeyError as error:
         raise refused(file, f"opcode {error} has no place in a CIFAR batch") from None
     except Exception as error:  # pickle raises nearly anything on damaged files
-        raise refused(file, f"it is no intact CIFAR batch ({cause(error)})") from None
+        raise refused(file, f"it is no intact CIFAR batch ({reason(error)})") from None
     if stream.tell() != len(data) or not isinstance(batch, dict):
         raise refused(file, "it holds something other than one dict, or something follows its end")
     table, labels = batch.get("data"), batch.get(kind.label_key)

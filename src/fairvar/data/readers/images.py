@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from fairvar.data.readers import Layout, Samples, refused
+from fairvar.data.readers import Layout, Samples, reason, refused
 from fairvar.data.readers.archives import Tree, open_tree
-from fairvar.errors import BadInput, FairvarError, cause
+from fairvar.errors import BadInput, FairvarError
 
 ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm", ".pgm")
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM")
@@ -46,7 +46,7 @@ def pillow_image(where: str, content: bytes) -> Iterator[Any]:
     except UnidentifiedImageError:  # its text is an address in memory
         raise refused(where, f"it is no intact image of the kinds {', '.join(FORMATS)}") from None
     except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
-        raise refused(where, f"it is no intact image ({cause(error)})") from None
+        raise refused(where, f"it is no intact image ({reason(error)})") from None
 
 
 def decode(
