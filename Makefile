@@ -8,7 +8,7 @@ READY_RAY := $(VENV)/.ready-ray
 
 .PHONY: help demo test deploy fast check bench soak versions clean
 help:
-	@echo "make demo   set up and run all methods on embedded data (about a minute)"
+	@echo "make demo   set up and run the paper's methods on embedded data (about a minute); METHODS=all: all"
 	@echo "make test   set up and run all tests but those of make deploy"
 	@echo "make deploy real Flower and Ray processes: deployments, simulations, docs/deploy.md command by command"
 	@echo "make fast   the quick tests only"
@@ -26,8 +26,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[all,dev]"
 	@touch $@
 
+METHODS ?= paper
 demo: $(READY)
-	$(BIN)/fairvar demo
+	$(BIN)/fairvar demo --methods $(METHODS)
 
 test: $(READY)
 	$(BIN)/pytest -n auto -m "not deployment"

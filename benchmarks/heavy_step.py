@@ -28,8 +28,8 @@ from torch.func import functional_call, grad_and_value, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import cross_entropy, pad
 
-from fairvar.models.mobilenet import MobileNetV2
 from fairvar.models.norm import swap_batch_norm
+from fairvar.models.zoo import MobileNetV2
 
 Tree = dict[str, Tensor]
 

@@ -29,14 +29,10 @@ import torch
 from torch import Tensor
 
 import fairvar as fv
-from fairvar.deploy.client import Client
-from fairvar.deploy.guard import median_length
-from fairvar.deploy.local import LocalTransport, local_clients
-from fairvar.deploy.messages import GRADIENT, LOSS, MODEL, Message, grouped
-from fairvar.deploy.robust import liars_among, mean_loss
-from fairvar.deploy.run import Agreement, Federated, federate
+from fairvar.deploy.client import GRADIENT, LOSS, MODEL, Agreement, Client, Message, grouped
+from fairvar.deploy.guard import OFF, FederationSettings, dishonest_among, mean_loss, median_length
+from fairvar.deploy.run import Federated, LocalTransport, federate, local_clients
 from fairvar.deploy.server import MEMORY
-from fairvar.deploy.settings import OFF, FederationSettings
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.tree import Tree, add, scale, squared_norm, subtract, tree_map
 
@@ -294,7 +290,7 @@ def bounded_mean(bound: float) -> Callable[[Tensor], float]:
 
 
 def trimmed_mean(loss: Tensor) -> float:
-    k = liars_among(len(loss), 0.2)
+    k = dishonest_among(len(loss), 0.2)
     return float(loss.sort().values[k : len(loss) - k].mean())
 
 

@@ -14,6 +14,10 @@ from torch import Tensor, nn
 
 import fairvar as fv
 from fairvar.data import quadratics
+from fairvar.deploy.client import Agreement
+from fairvar.deploy.guard import FederationSettings
+from fairvar.deploy.run import LocalTransport, federate, local_clients
+from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.methods import Replies
 from fairvar.testing import federation
 
@@ -39,6 +43,23 @@ OPTIONS: list[fv.Method] = [
     fv.FairGrad(0.1, warm_start="skip"),
 ]
 
+# -- further methods, and their options ------------------------------------------------------------
+FURTHER: list[fv.Method] = [
+    fv.TERM(1.0),
+    fv.PropFair(3.0),
+    fv.Superquantile(0.45),
+    fv.GIFAIR(0.4),
+    fv.SemiVRed(0.5),
+]
+FURTHER_OPTIONS: list[fv.Method] = [
+    fv.TERM(3.0, weights="size", losses="batch"),
+    fv.PropFair(1.2, variant="official", weights="size", losses="full"),
+    fv.PropFair(1.2, losses="full"),
+    fv.Superquantile(0.35, variant="filter", weights="size"),
+    fv.GIFAIR(0.9, weights="size", losses="batch"),
+    fv.SemiVRed(2.0, weights="size", losses="batch"),
+]
+
 # -- golden trajectories ---------------------------------------------------------------------------
 GOLDEN: dict[str, list[tuple[float, float]]] = {
     "FedAvg": [(0.45, 0.525), (0.41, 0.54625), (0.378, 0.5643125)],
@@ -46,15 +67,82 @@ GOLDEN: dict[str, list[tuple[float, float]]] = {
     "FairLoss": [(0.4009375, 0.563125), (0.36174111, 0.59097985), (0.33425338, 0.6100059)],
     "FairGrad*": [(0.43, 0.5125), (0.3754, 0.5230625), (0.332812, 0.53198781)],
     "FairGrad": [(0.41, 0.52), (0.367, 0.5285), (0.3297, 0.5362)],
+    # Two local steps, μ = 1. Of f = a/2 (x − m)² they make x − η a (x − m) (2 − η (a + μ)), so that
+    # x₁ ← 0.67 x₁ + 0.09 and x₂ ← 0.74 x₂ + 0.18.
+    "FedProx": [(0.425, 0.55), (0.37475, 0.587), (0.3410825, 0.61438)],
     "QFFL": [(0.43565574, 0.55), (0.39015234, 0.58493662), (0.35776501, 0.60859054)],
 }
 PRINTED = 5.1e-9  # half a unit of the eighth decimal
+Points = list[tuple[float, ...]]
+FURTHER_GOLDEN: dict[str, Points] = {  # in two dimensions problem A, in three problem B
+    "TERM": [
+        (0.4152585801, 0.5684267749),
+        (0.3646134301, 0.6078483764),
+        (0.3331966088, 0.6294811319),
+    ],
+    "TERM 7:3": [
+        (0.4561072828, 0.5173658965),
+        (0.4268563584, 0.5240022108),
+        (0.4063488948, 0.5251634225),
+    ],
+    "TERM 2": [  # FedEBA with T = 1/2
+        (0.3880003132, 0.6024996085),
+        (0.3384810610, 0.6442444094),
+        (0.3160076472, 0.6551404696),
+    ],
+    "TERM B": [
+        (0.2373083039, 0.5339129331, 0.3668715653),
+        (0.0665660976, 0.5584787162, 0.2700462694),
+        (-0.0319043643, 0.5696150063, 0.2078679745),
+    ],
+    "PropFair 5": [
+        (0.4840017825, 0.5099376114),
+        (0.4691698515, 0.5191883308),
+        (0.4553987660, 0.5278092004),
+    ],
+    "PropFair 1.7": [
+        (0.1553030303, 0.8143939394),
+        (0.3394206999, 0.4760482485),
+        (0.1917363607, 0.6994948667),
+    ],
+    "PropFair 1.7 official": [
+        (0.4861853832, 0.4835115865),
+        (0.4740830112, 0.4701540359),
+        (0.4635321314, 0.4592227854),
+    ],
+    "Superquantile 0.75": [
+        (0.4166666667, 0.5666666667),
+        (0.3527777778, 0.6244444444),
+        (0.3037962963, 0.6745185185),
+    ],
+    "Superquantile 0.5": [(0.35, 0.65), (0.245, 0.785), (0.3205, 0.628)],
+    "GIFAIR": [(0.41, 0.575), (0.3416, 0.64025), (0.289616, 0.6970175)],
+    "Semi-VRed": [
+        (0.4409375, 0.536328125),
+        (0.3966470417, 0.5641042691),
+        (0.3632080695, 0.5853646032),
+    ],
+}
+FURTHER_PRINTED = 6e-11  # these have ten decimals
 
 
-def golden_federation() -> fv.Federation:
-    """Two quadratics in two dimensions, of which the golden numbers were computed apart."""
+def golden_federation(copies: tuple[int, ...] = (1, 1)) -> fv.Federation:
+    """Problem A, two quadratics in two dimensions, of which the golden numbers were computed apart.
+
+    With `copies` of its samples a client has the same loss and another size."""
     A = np.array([np.diag([1.0, 2.0]), np.diag([3.0, 1.0])])
-    return quadratics(A, np.array([[1.0, 0.0], [0.0, 2.0]]), np.array([0.5, 0.1]))
+    data = quadratics(A, np.array([[1.0, 0.0], [0.0, 2.0]]), np.array([0.5, 0.1]))
+    pairs = [(data.train.of(i), number) for i, number in enumerate(copies)]
+    return fv.Federation.from_arrays(
+        [(x.repeat(number, 1), y.repeat(number, 1)) for (x, y), number in pairs]
+    )
+
+
+def golden_problem_b() -> fv.Federation:
+    """Three quadratics in three dimensions: not degenerate for methods of least norm."""
+    A = np.array([np.diag([1.0, 2.0, 1.0]), np.diag([3.0, 1.0, 2.0]), np.diag([2.0, 0.5, 1.0])])
+    m = np.array([[1.0, 0.0, 1.0], [0.0, 2.0, 0.0], [-1.0, 1.0, -1.0]])
+    return quadratics(A, m, np.array([0.5, 0.1, 0.3]))
 
 
 def linear_model(*start: float) -> nn.Module:
@@ -72,16 +160,38 @@ def quadratic_run(
     return fv.train(linear_model(*start), data, method, rounds, **given)
 
 
-def follows_golden(name: str, engine: str = "auto") -> Callable[[fv.Method], None]:
-    """x¹, x², x³ from (½, ½) with η = 0.1 are the printed ones, to every printed digit."""
+def deployed_run(
+    data: fv.Federation, method: fv.Method, start: tuple[float, ...], rounds: int, **train: object
+) -> fv.History:
+    """The same through the messages of a deployment, in this process."""
+    settings = TrainSettings(rounds=rounds, lr=0.1, dtype="float64", **train)  # type: ignore[arg-type]
+    agreed = Agreement(linear_model(*start), method, "mse", settings, EvaluateSettings(),
+                       data.clients, data.input_shape, data.classes)  # fmt: skip
+    return federate(
+        agreed, FederationSettings(weight_cap=1.0), LocalTransport(local_clients(agreed, data))
+    ).history
+
+
+def follows_golden(
+    name: str, engine: str = "auto", **options: object
+) -> Callable[[fv.Method], None]:
+    """x¹, x², x³ from (½, …, ½) with η = 0.1 are the printed ones, to every printed digit."""
+    points, tolerance = (
+        (GOLDEN[name], PRINTED) if name in GOLDEN else (FURTHER_GOLDEN[name], FURTHER_PRINTED)
+    )
+    data = golden_federation((7, 3) if name.endswith("7:3") else (1, 1))
+    if len(points[0]) == 3:
+        data = golden_problem_b()
+    run = deployed_run if engine == "deployed" else quadratic_run
+    if engine != "deployed":
+        options["engine"] = engine
 
     def check(method: fv.Method) -> None:
-        for rounds, expected in enumerate(GOLDEN[name], start=1):
-            found = quadratic_run(
-                golden_federation(), method, (0.5, 0.5), rounds, engine=engine
-            ).state.params["weight"][0]
+        for rounds, expected in enumerate(points, start=1):
+            history = run(data, method, (0.5,) * len(expected), rounds, **options)
+            found = history.state.params["weight"][0]
             gap = float((found - torch.tensor(expected, dtype=torch.float64)).abs().max())
-            assert gap <= PRINTED, f"x^{rounds} = {found.tolist()}, expected {expected}"
+            assert gap <= tolerance, f"x^{rounds} = {found.tolist()}, expected {expected}"
 
     return check
 
@@ -92,7 +202,7 @@ Rows = list[list[float]]
 
 def weights_by_round(method: fv.Method, losses: Rows, ids: list[list[int]] | None = None) -> Tensor:
     """The server's weights of all rounds, or its memory p where only some clients answer."""
-    clients = 4
+    clients = 4 if ids else len(losses[0])
     memory, found = method.initial_memory(clients), []
     for number, row in enumerate(losses):
         who = torch.tensor(range(clients) if ids is None else ids[number])
@@ -146,6 +256,15 @@ def worse_clients_weigh_more(method: fv.Method) -> None:
     assert float(weights[-1, -1] - weights[-1, 0]) > 1e-6, f"no response: {weights.tolist()}"
 
 
+def stays_nearer(method: fv.Method) -> None:
+    """After several local steps every local model is nearer to the global one than FedAvg's."""
+    near, far = (
+        fv.train("multinomial", federation(), m, 1, 0.1, local_steps=4, dtype=torch.float64)
+        for m in (method, fv.FedAvg())
+    )
+    assert bool((near.update_norm < far.update_norm).all()), near.update_norm - far.update_norm
+
+
 # -- directions against finite differences ---------------------------------------------------------
 Value = Callable[[nn.Module, fv.Federation, Tensor], Tensor]
 
@@ -170,6 +289,41 @@ def loss_objective(strength: float) -> Callable[[Tensor, Tensor, Tensor], Tensor
 def gradient_objective(strength: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """J_γ."""
     return lambda f, g, w: w @ f + strength / 2 * (w @ ((g - w @ g) ** 2).sum(1))
+
+
+def tilted_objective(tilt: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """R_τ."""
+    return lambda f, g, w: torch.logsumexp(tilt * f + w.log(), 0) / tilt
+
+
+def utility_objective(base: float, eps: float = 0.2) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """−Σ r_i log_ε(M − f_i)."""
+
+    def value(f: Tensor, g: Tensor, w: Tensor) -> Tensor:
+        u = base - f
+        return -w @ torch.where(u >= eps, u.clamp(min=eps).log(), np.log(eps) + (u - eps) / eps)
+
+    return value
+
+
+def tail_objective(share: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """S_θ in the form of Rockafellar and Uryasev: the minimum over z is at one of the losses."""
+    return lambda f, g, w: (f + torch.relu(f - f[:, None]) @ w / share).min()
+
+
+def pair_objective(strength: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """F + λ Σ_{i<j} |f_i − f_j|, λ = strength · min r / (n − 1)."""
+
+    def value(f: Tensor, g: Tensor, w: Tensor) -> Tensor:
+        pairs = (f - f[:, None]).abs().sum() / 2
+        return w @ f + strength * w.min() / (len(f) - 1) * pairs
+
+    return value
+
+
+def semivariance_objective(strength: float) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """F + β Σ r_i max(f_i − F, 0)²."""
+    return lambda f, g, w: w @ f + strength * (w @ torch.relu(f - w @ f) ** 2)
 
 
 def slope(function: Callable[[Tensor], Tensor], x: Tensor, step: float = 1e-3) -> Tensor:
@@ -197,6 +351,7 @@ def descends(
     hidden: int = 0,
     engine: str = "auto",
     tolerance: float = 1e-7,
+    step: float = 1e-3,
 ) -> Callable[[fv.Method], None]:
     """(x − x⁺)/η after one round is the objective's gradient by finite differences."""
 
@@ -216,7 +371,7 @@ def descends(
             nn.utils.vector_to_parameters(x, module.parameters())
             return objective(*client_values(module, data), w)
 
-        expected = slope(value, start)
+        expected = slope(value, start, step)
         gap = float((direction - expected).norm() / expected.norm())
         assert gap <= tolerance, f"relative distance {gap:.3g} to the objective's gradient"
 
@@ -269,6 +424,7 @@ def observed(history: fv.History) -> dict[str, Tensor]:
         **{f"parameter {k}": v for k, v in history.state.params.items()},
         **{f"buffer {k}": v for k, v in history.state.buffers.items()},
         **{f"memory {k}": v for k, v in history.state.memory.items()},
+        **{f"personal {k}": v for k, v in (history.state.personal or {}).items()},
         **{f"loss {k}": v for k, v in history.evaluated_loss.items()},
         **{f"accuracy {k}": v for k, v in history.accuracy.items()},
         "loss": history.loss,
@@ -284,8 +440,8 @@ def distance(a: fv.History, b: fv.History) -> dict[str, float]:
     left, right = observed(a), observed(b)
     assert left.keys() == right.keys()
     for values in (left, right):  # as one vector: some biases before batch norm have no gradient
-        for kind in ("parameter", "buffer"):
-            parts = [values.pop(k).double().flatten() for k in list(values) if k.startswith(kind)]
+        for kind in ("parameter", "buffer", "personal"):
+            parts = [values.pop(k).double().flatten() for k in sorted(values) if k.startswith(kind)]
             values[kind] = torch.cat(parts) if parts else torch.zeros(0)
     found = {}
     for name, x in left.items():

@@ -1,8 +1,11 @@
-"""Set-up of all tests: shape checks on, one thread, small helpers shared by the folders."""
+"""Set-up of all tests: shape checks, one thread, small helpers shared by the folders."""
 
 from __future__ import annotations
 
-from jaxtyping import install_import_hook
+import os
+from zlib import crc32
+
+from jaxtyping import config, install_import_hook
 
 install_import_hook("fairvar", "typecheck.checker")
 
@@ -13,6 +16,14 @@ from hypothesis import settings  # noqa: E402
 # No deadline: the machines that run the tests are noisy, and speed is for the benchmark.
 settings.register_profile("tests", deadline=None, derandomize=True)
 settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True)
+def shapes(request: pytest.FixtureRequest) -> None:
+    """Shapes and types are checked in every fourth test, chosen by its name: the checks double the
+    time. SHAPES=all checks them in all tests."""
+    checked = crc32(request.node.nodeid.encode()) % 4 == 0 or os.environ.get("SHAPES") == "all"
+    config.update("jaxtyping_disable", not checked)
 
 
 @pytest.fixture(autouse=True, scope="session")

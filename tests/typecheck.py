@@ -1,4 +1,4 @@
-"""Shapes and types of every annotated function are checked in the test run; users pay nothing."""
+"""Checks shapes and types of all annotated functions in tests (see conftest.py), not for users."""
 
 from beartype import BeartypeConf, beartype
 

@@ -27,7 +27,7 @@ ROWS = [
     ["runs", "testing"],
     ["engine"],
     ["data", "methods", "models", "theory"],
-    ["metrics", "objectives", "system", "validation"],
+    ["files", "metrics", "objectives", "process", "validation"],
     ["tree", "rng", "errors"],
 ]
 WIDE, HIGH = 14.0, 13.0

@@ -120,12 +120,13 @@ def _runs(folder: Path) -> Path:
     """A small sweep to damage."""
     from nursery import write_plan
 
+    from fairvar.runs.batch import arrange
     from fairvar.runs.plan import Plan
     from fairvar.runs.sweep import run_sweep
 
     digits = ("data.name=digits", "partition.name=dirichlet", "partition.alpha=1.0")
     plan = Plan.load(write_plan(folder, 9), digits)
-    run_sweep(plan.cells, folder / "out", lambda done, total, what: None)
+    run_sweep(arrange(plan.cells), folder / "out", lambda done, total, what: None)
     return folder / "out"
 
 
@@ -133,7 +134,7 @@ def _stored(folder: Path) -> list[Any]:
     """A reader of every kind of file, each limited in time."""
     import damage
 
-    from fairvar.runs.condense import condense
+    from fairvar.runs.archive import condense
     from fairvar.runs.results import gather
 
     runs = _runs(folder)

@@ -7,10 +7,13 @@ from pathlib import Path
 from cyclopts import App
 
 from fairvar.cli.common import Count, Json, PositiveFloat, Workers, print_json, say, show
-from fairvar.report import to_rich
+from fairvar.process import progress
+from fairvar.report.table import (
+    to_rich,
+)
 from fairvar.runs.store import check_writable
-from fairvar.system.progress import progress
 from fairvar_bench.cases import BenchSettings
+from fairvar_bench.many import lines, measure, measure_all
 from fairvar_bench.run import run_bench
 from fairvar_bench.show import as_dict, bench_tables, targets_table, write_bench, write_numbers
 
@@ -43,8 +46,9 @@ def bench(
 
     Args:
         quick: the short table, a few minutes; the default on the CPU.
-        case: "rounds", "grid" (275 runs together), "ragged" (uneven clients), "memory" or
-            "flower" (beside Flower's simulation runtime) only.
+        case: "rounds", "grid" (275 runs together), "ragged" (uneven clients), "memory", "clients"
+            (100 participants of up to a million) or "flower" (beside Flower's simulation runtime)
+            only.
         model: this model only.
         method: this method only, such as qffl or fairloss* (a star: the exact variant).
         clients: so many clients in every case.
@@ -59,6 +63,9 @@ def bench(
             clients.
         json: print all numbers as JSON.
     """
+    if case == "clients":
+        rows = measure_all() if clients is None else [measure(clients)]
+        return print_json(rows) if json else say(*lines(rows))
     settings = BenchSettings(
         quick=quick, case=case, model=model, method=method,  # type: ignore[arg-type]
         clients=clients, batch=batch, local=local,  # type: ignore[arg-type]

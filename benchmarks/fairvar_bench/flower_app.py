@@ -15,15 +15,12 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fairvar.data.federation import Federation
-from fairvar.deploy.client import Client
+from fairvar.deploy.client import Agreement, Client, only
 from fairvar.deploy.flower.client import app_of
 from fairvar.deploy.flower.transport import GridTransport
-from fairvar.deploy.local import only
-from fairvar.deploy.notes import Notes
+from fairvar.deploy.guard import FederationSettings, Notes
 from fairvar.deploy.server import Server
-from fairvar.deploy.settings import FederationSettings
-from fairvar.engine.batches import Participation
-from fairvar.engine.settings import TrainSettings
+from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.state import advance, initial_state
 from fairvar.models import build
 from fairvar_bench.cases import CLASSES, METHODS, Case
@@ -56,10 +53,9 @@ def _serve(grid: Grid, context: Context) -> None:
     module, method = build(case.model, case.shape, CLASSES, 0), METHODS[case.method]
     params = {name: leaf.detach() for name, leaf in module.named_parameters()}
     state = initial_state(method, params, dict(module.named_buffers()), case.clients)
-    asks = Participation(case.clients, case.clients, 0)
     transport = GridTransport(grid, case.clients)
     notes = Notes.reopen(None, case.clients)
-    host = Server(method, case.clients, LR, asks, FederationSettings(), transport, notes)
+    host = Server(_agreement(case), FederationSettings(), transport, notes)
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(str(context.run_config["line"]))
         while line.recv(len(ROUND)):
@@ -74,10 +70,20 @@ def _serve(grid: Grid, context: Context) -> None:
 @cache
 def _client(case: Case, number: int) -> Client:
     torch.set_num_threads(1)
-    module = build(case.model, case.shape, CLASSES, 0)
-    settings = TrainSettings(lr=LR)
-    return Client(number, only(_data(case), number), module, METHODS[case.method],
-                  "cross_entropy", settings)  # fmt: skip
+    return Client(number, only(_data(case), number), _agreement(case))
+
+
+def _agreement(case: Case) -> Agreement:
+    return Agreement(
+        model=build(case.model, case.shape, CLASSES, 0),
+        method=METHODS[case.method],
+        loss="cross_entropy",
+        train=TrainSettings(lr=LR),
+        evaluate=EvaluateSettings(),
+        clients=case.clients,
+        input_shape=case.shape,
+        classes=CLASSES,
+    )
 
 
 @lru_cache(maxsize=1)

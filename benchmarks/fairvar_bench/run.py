@@ -24,7 +24,7 @@ from fairvar.engine.run import arithmetic
 from fairvar.engine.settings import TrainSettings
 from fairvar.engine.train import prepare
 from fairvar.models import build
-from fairvar.system.progress import Report
+from fairvar.process import Report
 from fairvar_bench.cases import CLASSES, CLIENT_LOOPS, METHODS, BenchSettings, Case, cases
 from fairvar_bench.contenders import OURS, make_engine, make_rivals
 from fairvar_bench.flower import Simulation, require_simulation

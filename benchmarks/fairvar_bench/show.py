@@ -9,9 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fairvar.report.render import to_markdown
 from fairvar.report.style import GREY, new_figure, save, styled
-from fairvar.report.table import Cell, Column, Estimate, Row, Table
+from fairvar.report.table import Cell, Column, Estimate, Row, Table, to_markdown
 from fairvar.runs.store import write_text
 from fairvar_bench.cases import METHODS
 from fairvar_bench.contenders import OURS

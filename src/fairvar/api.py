@@ -13,27 +13,41 @@ from fairvar.data import (
 )  # fmt: skip
 from fairvar.data.federation import Federation
 from fairvar.engine.history import History
+from fairvar.engine.optimiser import ServerOptimiser
+from fairvar.engine.settings import LrSchedule
 from fairvar.engine.state import State
 from fairvar.engine.train import train
 from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
 from fairvar.methods import (
     AFL,
+    GIFAIR,
     METHODS,
     QFFL,
+    TERM,
     AAggFF,
+    AdaFed,
+    Ditto,
     FairGrad,
     FairLoss,
     FedAvg,
+    FedEBA,
+    FedFV,
+    FedMGDA,
+    FedProx,
     Method,
+    PropFair,
+    SemiVRed,
+    Superquantile,
     register,
 )  # fmt: skip
 from fairvar.metrics import Fairness, fairness
 from fairvar.models import MODELS, check_model
 
 __all__ = [
-    "AFL", "IID", "METHODS", "MODELS", "QFFL", "AAggFF", "BadInput", "Dataset", "Dirichlet",
-    "FairGrad", "FairLoss", "Fairness", "FairvarError", "FedAvg", "Federation", "History",
-    "IntegrityError", "Method", "Natural", "RunFailed", "Shards", "State", "__version__",
-    "build_federation", "check_model", "fairness", "load_federation", "metrics", "objectives",
-    "register", "theory", "train",
+    "AFL", "GIFAIR", "IID", "METHODS", "MODELS", "QFFL", "TERM", "AAggFF", "AdaFed", "BadInput",
+    "Dataset", "Dirichlet", "Ditto", "FairGrad", "FairLoss", "Fairness", "FairvarError", "FedAvg",
+    "FedEBA", "FedFV", "FedMGDA", "FedProx", "Federation", "History", "IntegrityError",
+    "LrSchedule", "Method", "Natural", "PropFair", "RunFailed", "SemiVRed", "ServerOptimiser",
+    "Shards", "State", "Superquantile", "__version__", "build_federation", "check_model",
+    "fairness", "load_federation", "metrics", "objectives", "register", "theory", "train",
 ]  # fmt: skip

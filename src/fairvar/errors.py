@@ -89,6 +89,12 @@ def one_line(text: str) -> str:
     return line if len(line) <= 1200 else f"{line[:800]} … {line[-300:]}"
 
 
+def cause(error: BaseException) -> str:
+    """The message of another library's error, short enough to be quoted in one of ours."""
+    text = one_line(str(error)) or type(error).__name__
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
 def explained(error: BaseException) -> FairvarError:
     """The error to show to a user for any exception that ended a computation."""
     if os.environ.get("FAIRVAR_TRACEBACK"):

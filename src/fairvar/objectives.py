@@ -121,7 +121,7 @@ def _weights(loss: Losses, weights: Losses | None) -> Losses:
     if not abs(total - 1) <= 1e-5 or bool((weights < 0).any()):
         raise BadInput(f"weights sum to {total:.6g}; give numbers ≥ 0 with sum 1 (w / w.sum())")
     exact = weights.to(loss)
-    return exact / exact.sum()  # float32 weights beside float64 losses sum to 1 only roughly
+    return exact / exact.sum()  # float32 weights sum to 1 only roughly in float64
 
 
 def _non_negative(name: str, value: Number) -> None:

@@ -1,7 +1,7 @@
 """The contract of all methods, as checks that you can run on a method of your own.
 
     from fairvar.testing import check_method
-    check_method(TERM(tau=0.5), TERM(tau=5.0))
+    check_method(MyMethod(strength=0.5), MyMethod(strength=5.0))
 
 A clause is a function of one method that raises `AssertionError`. The engines rely on all clauses:
 a method that keeps them gives the same model in the reference loop, the fast kernels and a
@@ -11,8 +11,9 @@ deployment, and can be resumed, written to a configuration file and compared.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache, reduce
 from operator import or_
 from typing import Any
@@ -26,7 +27,7 @@ from torch.nn import functional
 from fairvar.data import logistic
 from fairvar.data.federation import Federation
 from fairvar.engine.history import History
-from fairvar.engine.state import State
+from fairvar.engine.state import initial_state
 from fairvar.engine.train import train
 from fairvar.errors import BadInput
 from fairvar.methods import METHODS, Method, Replies
@@ -126,13 +127,14 @@ def counts_its_traffic(method: Method) -> None:
 @clause
 def pure(method: Method) -> None:
     """Same inputs, same outputs; nothing that was passed in is changed."""
-    for given in _losses():
-        memory, replies = method.initial_memory(len(given)), _replies(method, given)
+    for replies in _situations(method):
+        given, memory = replies.loss, method.initial_memory(replies.clients)
         for _ in range(ROUNDS):
             kept, kept_replies = deepcopy((memory, replies))
             first, following = deepcopy(method.weigh(memory, replies))
             _demand(_equal(memory, kept), "weigh changes the memory it was given")
-            same = _equal(_named(replies), _named(kept_replies))
+            before, after = (filter(torch.is_tensor, r) for r in (kept_replies, replies))
+            same = all(map(torch.equal, before, after))
             _demand(same, "weigh changes the replies it was given")
             second, again = method.weigh(memory, replies)
             same = torch.equal(first, second) and _equal(following, again)
@@ -161,11 +163,11 @@ def coefficients_are_elementwise(method: Method) -> None:
 @clause
 def memory_keeps_its_shape(method: Method) -> None:
     """Tensors of fixed names, shapes and types, always finite: a checkpoint is a file of them."""
-    for given in _losses():
-        memory = method.initial_memory(len(given))
+    for replies in _situations(method):
+        memory = method.initial_memory(replies.clients)
         shape = {k: (v.shape, v.dtype) for k, v in memory.items()}
         for _ in range(ROUNDS):
-            memory = method.weigh(memory, _replies(method, given))[1]
+            memory = method.weigh(memory, replies)[1]
             now = {k: (v.shape, v.dtype) for k, v in memory.items()}
             _demand(now == shape, f"the memory changed from {shape} to {now}")
             for name, value in memory.items():
@@ -175,42 +177,57 @@ def memory_keeps_its_shape(method: Method) -> None:
 @clause
 def weights_are_numbers(method: Method) -> None:
     """Finite float64, one per reply, for small, zero and huge losses alike."""
-    for given in _losses():
-        for weights in _weights(method, given):
-            found = f"{weights.dtype} of shape {tuple(weights.shape)}"
-            fits = weights.dtype == torch.float64 and weights.shape == given.shape
-            _demand(fits, f"weigh gave {found}, not float64 of shape {tuple(given.shape)}")
-            _demand(_all_finite(weights), f"weights {weights.tolist()} for losses {given.tolist()}")
+    for given, weights in _all_weights(method):
+        found = f"{weights.dtype} of shape {tuple(weights.shape)}"
+        fits = weights.dtype == torch.float64 and weights.shape == given.shape
+        _demand(fits, f"weigh gave {found}, not float64 of shape {tuple(given.shape)}")
+        _demand(_all_finite(weights), f"weights {weights.tolist()} for losses {given.tolist()}")
 
 
 @clause
 def weights_sum_to_one(method: Method) -> None:
-    """x ← Σ w_i x_i is an average, unless the method has a `normaliser` of its own."""
-    if not method.uses_norms:
-        for given in _losses():
-            for weights in _weights(method, given):
-                total = float(weights.sum())
-                _demand(abs(total - 1) < 1e-9, f"weights sum to {total}; or set uses_norms = True")
+    """x ← Σ w_i x_i is an average, unless the length of the step depends on the updates. What the
+    server does with g counts."""
+    for loss, weights in _all_weights(method):
+        term = method.server_term(_replies(method, loss, _grams()[0]))
+        total = float(weights.sum() + term)
+        fits = method.uses_norms or method.uses_gram or abs(total - 1) < 1e-9
+        _demand(fits, f"weights sum to {total}; or set uses_norms = True")
 
 
 @clause
 def equal_clients_weigh_the_same(method: Method) -> None:
-    for weights in _weights(method, torch.full((5,), 0.7, dtype=torch.float64)):
+    equal = torch.full((5,), 0.7, dtype=torch.float64)
+    for _, weights in _all_weights(method, _replies(method, equal, 4 * torch.outer(equal, equal))):
         _demand(_near(weights, weights[0].expand(5)), f"equal losses weigh {weights.tolist()}")
 
 
 @clause
 def weights_follow_ids(method: Method) -> None:
     """Replies arrive in any order; the server's memory belongs to the id, not the position."""
-    for given in _losses():
-        straight = shuffled = method.initial_memory(len(given))
+    for start in _situations(method):
+        straight = shuffled = method.initial_memory(start.clients)
         for t in range(ROUNDS):
             order = torch.tensor([3, 0, 4, 2, 1]).roll(t)
-            replies = _replies(method, given.roll(t))
-            mixed = Replies(replies.loss[order], replies.share[order], order, len(given))
+            replies = start._replace(loss=start.loss.roll(t))
+            mixed = _in_order(replies, order)
             weights, straight = method.weigh(straight, replies)
             others, shuffled = method.weigh(shuffled, mixed)
             _demand(_near(others, weights[order]), "weights depend on the order of the replies")
+
+
+@clause
+def weights_follow_the_scale_of_updates(method: Method) -> None:
+    """Longer updates of all clients may change the length of the step but not its direction."""
+    for replies in _situations(method):
+        memory = method.initial_memory(replies.clients)
+        expected = method.weigh(memory, replies)[0]
+        for scale in (1e-6, 1e6):
+            gram = None if replies.gram is None else scale * replies.gram
+            found = method.weigh(memory, replies._replace(gram=gram))[0]
+            along = found * expected.norm() / torch.where(found.norm() > 0, found.norm(), 1.0)
+            same = bool((along - expected).abs().max() <= TOLERANCE * expected.abs().max())
+            _demand(same, f"updates {scale} times as long give {found}, not along {expected}")
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -222,10 +239,21 @@ def engines_agree(method: Method) -> None:
         _demand(expected.diverged_at is None, f"it diverges in round {expected.diverged_at}")
         for engine in ("auto", "vmapped"):
             found = _run(method, engine=engine, **work)
-            path = found.birth["engine"]
+            path = found.provenance["engine"]
             _compare(found, expected, f"the {path} path differs from the reference ({work})")
             if path == "vmapped":
                 break
+
+
+@clause
+def personal_models_change_no_bit_of_the_shared_one(method: Method) -> None:
+    """Clients keep personal models to themselves: the run is that of the shared part alone."""
+    work = _work(method)[-1]
+    for options in ({"engine": "reference"}, {}, {"participants": 4}):
+        found, expected = (_run(m, **work, **options) for m in (method, method.shared))
+        same = torch.equal(found.weights, expected.weights)
+        same &= _equal(found.state.params, expected.state.params)
+        _demand(same, "personal models change the shared one")
 
 
 @clause
@@ -253,14 +281,11 @@ def identical_clients_step_along_fedavg(method: Method) -> None:
     gradient = dict(zip(params, slopes, strict=True))
     for clients in (1, 5):
         data = Federation.from_arrays([(x, y)] * clients, classes=CLASSES)
-        state = State(
+        state = replace(
+            initial_state(method, params, {}, clients),
             round=1,  # warm starts act in round 0 only
-            params=params,
-            buffers={},
-            memory=method.initial_memory(clients),
             mean_loss=loss.detach(),
-            mean_gradient=gradient if method.reports_gradient else None,
-            iterate=params if method.averages_iterates else None,
+            mean_gradient=gradient if method.keeps_gradient else None,
         )
         after = _run(method, data, rounds=2, state=state).state.x
         step, along = _flat(params) - _flat(after), _flat(gradient)
@@ -291,6 +316,8 @@ def can_be_continued(method: Method) -> None:
     rest = _run(method, state=part.state)
     _demand(_equal(rest.state.params, whole.state.params), "a continued run ends elsewhere")
     _demand(_equal(rest.state.memory, whole.state.memory), "a continued run forgets its memory")
+    personal = (history.state.personal or {} for history in (rest, whole))
+    _demand(_equal(*personal), "a continued run has other personal models")
     _demand(torch.equal(rest.loss, whole.loss[1:]), "a continued run sees other losses")
 
 
@@ -321,18 +348,39 @@ def _losses() -> list[Tensor]:
     return [torch.tensor(row, dtype=torch.float64) for row in rows]
 
 
-def _replies(method: Method, loss: Tensor) -> Replies:
+def _grams(clients: int = 5) -> list[Tensor]:
+    """Products of updates: in general position, in a plane, and of equal updates."""
+    draw = torch.Generator().manual_seed(2)
+    updates = torch.randn(clients, 7, generator=draw, dtype=torch.float64)
+    rows = (updates, updates[:, :2], torch.ones_like(updates))
+    return [row @ row.T for row in rows]
+
+
+def _replies(method: Method, loss: Tensor, gram: Tensor) -> Replies:
     n = len(loss)
-    return Replies(loss, method.share(torch.full((n,), 7)), torch.arange(n), n)
+    share = method.plain_weights(torch.full((n,), 7))
+    return Replies(loss, share, torch.arange(n), n, gram if method.uses_gram else None)
 
 
-def _weights(method: Method, loss: Tensor) -> list[Tensor]:
-    """The weights of some rounds with the same losses."""
-    memory, found = method.initial_memory(len(loss)), []
-    for _ in range(ROUNDS):
-        weights, memory = method.weigh(memory, _replies(method, loss))
-        found.append(weights)
-    return found
+def _situations(method: Method) -> list[Replies]:
+    """Replies with all losses and, where the method uses them, all products of updates."""
+    grams = _grams() if method.uses_gram else _grams()[:1]
+    return [_replies(method, loss, gram) for loss in _losses() for gram in grams]
+
+
+def _in_order(replies: Replies, order: Tensor) -> Replies:
+    gram = None if replies.gram is None else replies.gram[order][:, order]
+    loss, share, ids = (v[order] for v in (replies.loss, replies.share, replies.ids))
+    return Replies(loss, share, ids, replies.clients, gram)
+
+
+def _all_weights(method: Method, *given: Replies) -> Iterator[tuple[Tensor, Tensor]]:
+    """Losses, and the weights of some rounds with them."""
+    for replies in given or _situations(method):
+        memory = method.initial_memory(replies.clients)
+        for _ in range(ROUNDS):
+            weights, memory = method.weigh(memory, replies)
+            yield replies.loss, weights
 
 
 def _pair(method: Method, loss: Tensor, mean_loss: Tensor) -> Tensor:
@@ -360,10 +408,6 @@ def _flat(tree: dict[str, Tensor]) -> Tensor:
     return torch.cat([leaf.flatten().double() for leaf in tree.values()])
 
 
-def _named(replies: Replies) -> dict[str, Tensor]:
-    return {"loss": replies.loss, "share": replies.share, "ids": replies.ids}
-
-
 def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
@@ -371,6 +415,9 @@ def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def _compare(a: History, b: History, message: str, order: Tensor | None = None) -> None:
     """Model, losses and weights to TOLERANCE; `order`: client i of `a` is order[i] of `b`."""
     place = torch.arange(b.loss.shape[1]) if order is None else order
+    for i, j in enumerate(place.tolist() if b.state.personal else ()):
+        near = _near(_flat(a.personal_model(i)), _flat(b.personal_model(j)))
+        _demand(near, f"{message}: personal model of client {j}")
     for name, left, right in (
         ("model", _flat(a.state.params), _flat(b.state.params)),
         ("losses", a.loss, b.loss[:, place]),
@@ -384,3 +431,5 @@ def _same_bytes(a: History, b: History, message: str) -> None:
     same = torch.equal(a.loss, b.loss) and torch.equal(a.weights, b.weights)
     _demand(same and _equal(a.state.params, b.state.params), message)
     _demand(_equal(a.state.memory, b.state.memory), f"{message}: memory")
+    personal = (history.state.personal or {} for history in (a, b))
+    _demand(_equal(*personal), f"{message}: personal models")

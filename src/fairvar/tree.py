@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 Tree = dict[str, Tensor]
+COLUMNS = 1 << 16  # of a matrix of updates that are in float64 at once
 
 
 def tree_map(function: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
@@ -43,7 +44,7 @@ def concatenate(trees: list[Tree]) -> Tree:
     return {name: torch.cat([t[name] for t in trees]) for name in trees[0]}
 
 
-def stack(trees: list[Tree]) -> Tree:
+def stack(trees: Sequence[Tree]) -> Tree:
     """Trees of one shape → one tree whose leaves have a leading axis (client)."""
     return {name: torch.stack([t[name] for t in trees]) for name in trees[0]}
 
@@ -73,6 +74,17 @@ def squared_norm(tree: Tree, batched: bool = False) -> Tensor:
     """‖tree‖² over all leaves; one number per leading index if `batched`."""
     start = 1 if batched else 0
     return torch.stack([x.square().flatten(start).sum(-1) for x in tree.values()]).sum(0)
+
+
+def gram(stacked: Tree) -> Tensor:
+    """⟨u_i, u_j⟩ over all leaves, for the leading indices i and j, in float64."""
+    some = next(iter(stacked.values()))
+    total = torch.zeros(len(some), len(some), dtype=torch.float64, device=some.device)
+    for leaf in stacked.values():
+        for part in leaf.reshape(len(leaf), -1).split(COLUMNS, 1):
+            wide = part.double()
+            total += wide @ wide.T
+    return (total + total.T) / 2
 
 
 def size(tree: Tree) -> int:

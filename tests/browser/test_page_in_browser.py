@@ -10,17 +10,14 @@ from typing import Any
 
 import pytest
 
-from fairvar.report import (
+from fairvar.report import figures
+from fairvar.report.html import PageFigure, Section, render_page
+from fairvar.report.style import svg
+from fairvar.report.table import (
     Column,
     Estimate,
-    Page,
-    PageFigure,
     Row,
-    Section,
     Table,
-    figure_svg,
-    figures,
-    write_page,
 )
 
 pytestmark = pytest.mark.slow
@@ -32,7 +29,7 @@ DOWN = ["AFL", "FairLoss*", "FedAvg", "q-FFL", "Broken"]
 CSS = "css selector"
 
 
-def make_page() -> Page:
+def make_page() -> str:
     numbers = [f"n{i}" for i in range(6)]
     columns = [
         Column("accuracy", "accuracy %", 2, "mean over clients"),
@@ -51,16 +48,18 @@ def make_page() -> Page:
     ]
     sections = [
         Section(f"α = {a}", f"alpha-{a}", "An introduction.", Table("Digits", columns, rows),
-                [PageFigure(figure_svg(f), "A caption.") for f in drawn],
+                [PageFigure(svg(f), "A caption.") for f in drawn],
                 {"configuration": "x = " + 200 * "1" + "\ny = 2"})
         for a in ("0.05", "0.1", "0.5")
     ]  # fmt: skip
-    return Page("Results", "A subtitle", sections, {"sha256": 64 * "ab"}, ["A note"])
+    return render_page("Results", "A subtitle", sections, {"sha256": 64 * "ab"})
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_page(tmp_path_factory.mktemp("page") / "index.html", make_page()).as_uri()
+    path = tmp_path_factory.mktemp("page") / "index.html"
+    path.write_text(make_page(), encoding="utf-8")
+    return path.as_uri()
 
 
 @pytest.fixture

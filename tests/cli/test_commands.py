@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from cyclopts import App
 from commands import call
 from fairvar.cli import commands
 from fairvar.cli.common import example_file
+from fairvar.methods import BUILT_IN
 from fairvar.runs.batch import run_cell
 from fairvar.runs.plan import Plan
 from fairvar.runs.runner import Watch
@@ -135,6 +137,35 @@ def test_methods_lists_the_eight_with_their_traffic(capsys):
     assert call(capsys, "methods")[0] == 0
 
 
+def test_every_method_says_when_to_use_it(capsys):
+    entries = json.loads(call(capsys, "methods", "--json")[1])
+    built_in = {str(kind.__struct_config__.tag) for kind in BUILT_IN}
+    for entry in entries:
+        if entry["name"] in built_in:
+            assert 20 < len(entry["when"]) <= 100, entry["name"]
+    text = call(capsys, "methods")[1]
+    assert "When to use which" in text
+    assert "first choice with secure aggregation" in " ".join(text.split())
+
+
+def test_the_table_of_the_documentation_is_that_of_the_code(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "methods" / "index.md").read_text()
+    rows = {}
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 7 and cells[0].startswith("["):
+            for place, label in enumerate(re.sub(r"\[|\]\([^)]*\)", "", cells[0]).split(", ")):
+                exchanges = cells[2].split(", ")
+                rows[label] = (exchanges[min(place, len(exchanges) - 1)], cells[3], cells[5])
+    built_in = {str(kind.__struct_config__.tag) for kind in BUILT_IN}
+    expected = {
+        e["label"]: (str(e["exchanges"]), f"{e['down']} / {e['up']}".replace("1s", "1"),
+                     "yes" if e["sums_suffice"] else "no")
+        for e in json.loads(call(capsys, "methods", "--json")[1]) if e["name"] in built_in
+    }  # fmt: skip
+    assert rows == expected
+
+
 def test_partition_draws_and_tells(capsys, tmp_path):
     code, out, _ = call(capsys, "partition", QUICK, "--out", str(tmp_path), "--json")
     assert code == 0
@@ -167,6 +198,21 @@ def test_demo_shows_all_eight_methods(capsys, tmp_path):
     assert r"FairGrad\*" in (tmp_path / "table-mnist_1000-alpha-0.1.md").read_text()
     assert "FairGrad*" in (tmp_path / "index.html").read_text()
     assert "Seeds 0; 30 runs" in table["notes"][1]
+
+
+@pytest.mark.slow
+def test_demo_of_further_methods(capsys, tmp_path):
+    given = ["--methods", "fedavg,extended", "--seeds", "1", "--rounds", "4", "--out", tmp_path]
+    code, out, err = call(capsys, "demo", *map(str, given), "--json")
+    assert code == 0, err
+    (table,) = json.loads(out)
+    found = [row["method"] for row in table["rows"]]
+    assert found == [
+        "FedAvg", "TERM", "PropFair", "Superquantile", "GIFAIR", "Semi-VRed", "FedMGDA+", "FedFV",
+        "AdaFed", "FedEBA+", "FedProx", "Ditto",
+    ]  # fmt: skip
+    for stem in ("client_accuracies", "front", "curves"):
+        assert (tmp_path / f"{stem}-mnist_1000-alpha-0.1.png").stat().st_size > 5000
 
 
 def test_plugin_brings_an_own_method(capsys, tmp_path):

@@ -15,6 +15,7 @@ from torch import Tensor
 import fairvar as fv
 from fairvar.methods.base import Memory, Replies
 from fairvar.methods.response import CDFS
+from fairvar.methods.simplex import minimise_within
 
 
 class WithoutMeanGradient(fv.FairLoss, frozen=True, tag="1"):
@@ -141,14 +142,12 @@ class SinglePrecision(fv.AFL, frozen=True, tag="17"):
         return weights.float(), memory
 
 
-class Overflowing(fv.Method, frozen=True, tag="18"):
+class Overflowing(fv.TERM, frozen=True, tag="18"):
     """Softmax without the shift: inf / inf for a loss of a thousand."""
 
-    tau: float = 1.0
-
     def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
-        tilt = torch.exp(self.tau * replies.loss)
-        return tilt / tilt.sum(), memory
+        tilted = replies.share * torch.exp(self.tilt * replies.loss)
+        return tilted / tilted.sum(), memory
 
 
 class PeeksAtOthers(fv.FairLoss, frozen=True, tag="19"):
@@ -194,3 +193,179 @@ class Cheap(fv.FedAvg, frozen=True, tag="25"):
 
     def traffic(self, parameters: int, buffers: int = 0) -> fv.methods.Traffic:
         return super().traffic(parameters)
+
+
+class AveragedTwice(fv.TERM, frozen=True, tag="26"):
+    """The authors' code: weights that sum to one, and then the mean of the m weighted models."""
+
+    def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+        weights, memory = super().weigh(memory, replies)
+        return weights / len(weights), memory
+
+
+class TiltWithoutShare(fv.TERM, frozen=True, tag="27"):
+    """The tilt of uniform clients, whatever their plain weights."""
+
+    def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+        return torch.softmax(self.tilt * replies.loss, 0), memory
+
+
+class Uncapped(fv.PropFair, frozen=True, tag="28"):
+    """1 / (M − f) without ε: it grows without bound, and behind M it climbs."""
+
+    def coefficients(self, loss: Tensor, mean_loss: Tensor) -> tuple[Tensor, float]:
+        return 1 / (self.base - loss), 0.0
+
+
+class UtilityOfTheMean(fv.PropFair, frozen=True, tag="29"):
+    """All clients get the factor of the mean loss: FedAvg with another step."""
+
+    def coefficients(self, loss: Tensor, mean_loss: Tensor) -> tuple[Tensor, float]:
+        return super().coefficients(mean_loss + 0 * loss, mean_loss)
+
+
+class TiesToTheFirst(fv.Superquantile, frozen=True, tag="30"):
+    """Sorts, and takes of equal clients the first."""
+
+    def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+        order = torch.argsort(replies.loss, descending=True, stable=True)
+        worst = replies.share[order].cumsum(0) <= self.share + 1e-12
+        kept = torch.zeros_like(replies.share).index_copy(0, order, worst.double())
+        return kept / kept.sum(), memory
+
+
+class BestShare(fv.Superquantile, frozen=True, tag="31"):
+    """The mean loss of the best clients."""
+
+    def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+        return super().weigh(memory, replies._replace(loss=-replies.loss))
+
+
+class StaleIndex(fv.GIFAIR, frozen=True, tag="32"):
+    """FedFB's copy: a loop variable that kept its last value gives all clients one share."""
+
+    def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+        weights, memory = super().weigh(memory, replies)
+        last = (weights - replies.share)[-1] + 0 * weights
+        return (replies.share + last) / (replies.share + last).sum(), memory
+
+
+class BareStrength(fv.GIFAIR, frozen=True, tag="33"):
+    """λ itself instead of a share of its bound: good clients are ascended."""
+
+    def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+        signs = torch.sign(replies.loss[:, None] - replies.loss).sum(1)
+        return replies.share + self.strength * signs, memory
+
+
+class TwoSided(fv.SemiVRed, frozen=True, tag="34"):
+    """V-REx: clients better than the mean are penalised too."""
+
+    def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+        f, r = replies.loss, replies.share
+        return r * (1 + 2 * self.strength * (f - r @ f)), memory
+
+
+class MeanHeldFixed(fv.SemiVRed, frozen=True, tag="35"):
+    """Forgets that F moves with the model: the weights do not sum to one."""
+
+    def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+        f, r = replies.loss, replies.share
+        return r * (1 + 2 * self.strength * torch.relu(f - r @ f)), memory
+
+
+class DoublePull(fv.FedProx, frozen=True, tag="36"):
+    """Takes μ ‖y − x‖² for the proximal term, without the ½."""
+
+    def at_round(self, t: int) -> fv.Method:
+        return fv.FedProx(2 * self.pull, self.weights)
+
+
+class Pushes(fv.FedProx, frozen=True, tag="37"):
+    """x − y for y − x: away from the global model."""
+
+    def at_round(self, t: int) -> fv.Method:
+        return self.with_numbers({"pull": torch.tensor(-self.pull, dtype=torch.float64)})
+
+
+class RawLengths(fv.FedMGDA, frozen=True, tag="60"):
+    """The least norm of the updates as they are: the shortest one decides."""
+
+    def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+        assert replies.gram is not None
+        low, high = (replies.share - self.eps).clamp(min=0), (replies.share + self.eps).clamp(max=1)
+        chosen = minimise_within(replies.gram, replies.share, low, high)
+        return self.step * chosen / (chosen @ replies.gram @ chosen).sqrt(), memory
+
+
+class Unbounded(fv.FedMGDA, frozen=True, tag="61"):
+    """FedLab's: MGDA without eps."""
+
+    def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+        return fv.FedMGDA(eps=1.0, step=self.step).weigh(memory, replies)
+
+
+class OnChangedUpdates(fv.FedFV, frozen=True, tag="62"):
+    """Projects on updates that were projected before, in the place of the original ones."""
+
+    def _projected(self, K: Tensor) -> Tensor:
+        C = super()._projected(K)
+        return super()._projected(C @ K @ C.T)
+
+
+class WithoutLength(fv.FedFV, frozen=True, tag="63"):
+    """Leaves the step as short as the projections make it."""
+
+    def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+        assert replies.gram is not None
+        weights, memory = super().weigh(memory, replies)
+        return weights / (weights @ replies.gram @ weights).sqrt(), memory
+
+
+class TiesByPlace(fv.FedFV, frozen=True, tag="64"):
+    """Orders clients with equal losses by the place of their replies."""
+
+    def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+        place = torch.arange(len(replies.loss), dtype=torch.float64)
+        return super().weigh(memory, replies._replace(loss=replies.loss + 1e-9 * place))
+
+
+class SumsToOne(fv.AdaFed, frozen=True, tag="65"):
+    """An average of the clients' models, which takes the prescribed rates away."""
+
+    def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+        weights, memory = super().weigh(memory, replies)
+        return weights / weights.sum(), memory
+
+
+class Ridge(fv.AdaFed, frozen=True, tag="66"):
+    """A small constant against division by zero: small for one learning rate only."""
+
+    def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+        assert replies.gram is not None
+        more = 1e-6 * torch.eye(len(replies.gram), dtype=torch.float64)
+        return super().weigh(memory, replies._replace(gram=replies.gram + more))
+
+
+class PlainMean(fv.FedEBA, frozen=True, tag="67"):
+    """Aligns with the plain mean of the gradients in unfair rounds."""
+
+    def broadcast(self, replies: Replies) -> tuple[Tensor, Tensor]:
+        return super().broadcast(replies)[0], replies.share
+
+
+class WithoutTerm(fv.FedEBA, frozen=True, tag="68"):
+    """Takes 1 − α of the step in fair rounds and forgets the rest."""
+
+    def server_term(self, replies: Replies) -> Tensor:
+        return torch.zeros((), dtype=torch.float64)
+
+    def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+        return (1 - super().server_term(replies)) * self._tilted(replies), memory
+
+
+class AlwaysAligned(fv.FedEBA, frozen=True, tag="69"):
+    """Clients mix g into their steps in fair rounds too."""
+
+    def coefficients(self, loss: Tensor, mean_loss: Tensor) -> tuple[Tensor, Tensor]:
+        return super().coefficients(loss, torch.ones_like(mean_loss))

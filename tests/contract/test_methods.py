@@ -1,7 +1,7 @@
 """The contract over every method and option, and over methods that are wrong on purpose.
 
 A check that cannot fail proves nothing: each broken method below must fail the check it names, and
-the right method beside it must pass the same check.
+the right method must pass the same check.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ from types import ModuleType
 import pytest
 import torch
 from broken import (
+    AlwaysAligned,
+    AveragedTwice,
+    BareStrength,
+    BestShare,
     ByPlace,
     Cheap,
     Dice,
     DoublePower,
+    DoublePull,
     Erfc,
     FirstClientOnly,
     FlippedCurvature,
@@ -26,19 +31,36 @@ from broken import (
     HalfCurvature,
     Hoarder,
     LovesGoodClients,
+    MeanHeldFixed,
     MixedWeights,
     OldGradient,
+    OnChangedUpdates,
     Overflowing,
     Overweight,
     PeeksAtOthers,
+    PlainMean,
+    Pushes,
+    RawLengths,
     Reversed,
+    Ridge,
     Secretive,
     SinglePrecision,
+    StaleIndex,
     Stateful,
+    SumsToOne,
+    TiesByPlace,
+    TiesToTheFirst,
+    TiltWithoutShare,
+    TwoSided,
+    Unbounded,
+    Uncapped,
     Unprojected,
+    UtilityOfTheMean,
+    WithoutLength,
     WithoutMeanGradient,
     WithoutNorm,
     WithoutOuterProduct,
+    WithoutTerm,
     WrongSign,
 )
 
@@ -49,10 +71,14 @@ from checks import (
     follows_silo_golden,
     gradient_objective,
     loss_objective,
+    stays_nearer,
+    tilted_objective,
+    utility_objective,
     worse_clients_weigh_more,
 )
 from fairvar.methods.response import CDFS
 from fairvar.testing import CLAUSES, check_method, federation
+from gram_checks import follows
 
 Check = Callable[[fv.Method], None]
 
@@ -68,11 +94,14 @@ def example(name: str) -> ModuleType:
     return module
 
 
-TERM = example("own_method").TERM
+DRFL = example("own_method").DRFL
 
 INSTANCES: list[fv.Method] = [
     fv.FedAvg(),
     fv.FedAvg(weights="size"),
+    fv.FedProx(0.0),
+    fv.FedProx(0.5),
+    fv.FedProx(2.0, weights="size"),
     fv.AFL(),
     fv.AFL(step=1.0, losses="batch"),
     fv.AFL(order="simultaneous"),
@@ -95,14 +124,56 @@ INSTANCES: list[fv.Method] = [
     fv.FairLoss(0.5, exact=True),
     fv.FairLoss(3.0, exact=True, clip_beta=True, weights="size", losses="full"),
     fv.FairLoss(0.5, exact=True, collapsed=True),
+    fv.FairLoss(3.0, bound=0.2),
+    fv.FairLoss(3.0, bound=0.2, exact=True, weights="size"),
+    fv.FairGrad(1.0, bound=0.2),
+    fv.FairGrad(1.0, bound=0.2, exact=True),
     fv.FairGrad(0.1),
+    fv.FairGrad(0.2, ema=0.9),
+    fv.FairGrad(0.2, ema=0.9, exact=True, weights="size"),
+    fv.FairGrad(0.2, only="*bias", exact=True),
     fv.FairGrad(0.1, weights="size"),
     fv.FairGrad(0.1, warm_start="skip"),
     fv.FairGrad(0.1, warm_start="exact"),
     fv.FairGrad(0.1, exact=True),
     fv.FairGrad(0.1, exact=True, weights="size"),
-    TERM(tau=0.0),
-    TERM(tau=4.0),
+    fv.TERM(0.0),
+    fv.TERM(4.0),
+    fv.TERM(1.0, weights="size", losses="batch"),
+    fv.PropFair(),
+    fv.PropFair(losses="full", weights="size"),
+    fv.PropFair(1.1),
+    fv.PropFair(1.1, variant="official"),
+    fv.PropFair(1.1, eps=0.05, variant="official", losses="full"),
+    fv.Superquantile(),
+    fv.Superquantile(1.0),
+    fv.Superquantile(0.33, weights="size", losses="batch"),
+    fv.Superquantile(0.5, variant="filter"),
+    fv.Superquantile(0.33, variant="filter", weights="size"),
+    fv.GIFAIR(0.0),
+    fv.GIFAIR(0.9),
+    fv.GIFAIR(0.5, weights="size", losses="batch"),
+    fv.SemiVRed(0.0),
+    fv.SemiVRed(0.5),
+    fv.SemiVRed(2.0, weights="size", losses="batch"),
+    DRFL(q=0.0),
+    DRFL(q=2.0),
+    fv.Ditto(),
+    fv.Ditto(0.0, weights="size"),
+    fv.Ditto(0.5, personal_lr=0.05, personal_steps=3),
+    fv.FedMGDA(),
+    fv.FedMGDA(eps=0.0, step=0.1, weights="size"),
+    fv.FedMGDA(eps=1.0, step=0.1, decay=0.9),
+    fv.FedMGDA(scale="mean"),
+    fv.FedFV(),
+    fv.FedFV(alpha=0.0, external="off"),
+    fv.FedFV(alpha=0.5, losses="batch"),
+    fv.AdaFed(),
+    fv.AdaFed(gamma=0.0),
+    fv.AdaFed(gamma=2.0, normalise=True, losses="batch"),
+    fv.FedEBA(),
+    fv.FedEBA(temperature=0.5, alpha=0.1, angle=0.0),
+    fv.FedEBA(temperature=0.5, alpha=0.9, angle=90.0, weights="size", losses="batch"),
 ]
 
 
@@ -151,6 +222,9 @@ BROKEN: list[tuple[fv.Method, fv.Method, Check]] = [  # broken, right, check
     (Erfc(cdf="normal"), fv.AAggFF(cdf="normal"), worse_clients_weigh_more),
     (WithoutOuterProduct(), fv.AAggFF(), SILO),
     (fv.AAggFF(variant="paper"), fv.AAggFF(), SILO),
+    (DoublePull(1.0), fv.FedProx(1.0), follows_golden("FedProx", local_steps=2)),
+    (Pushes(1.0), fv.FedProx(1.0), follows_golden("FedProx", local_steps=2)),
+    (Pushes(1.0), fv.FedProx(1.0), stays_nearer),
     (Overweight(), fv.FedAvg(), CLAUSES["weights_sum_to_one"]),
     (Forgetful(), fv.AFL(), CLAUSES["pure"]),
     (Dice(0.5), fv.FairLoss(0.5), CLAUSES["pure"]),
@@ -158,16 +232,65 @@ BROKEN: list[tuple[fv.Method, fv.Method, Check]] = [  # broken, right, check
     (Stateful(), fv.FedAvg(), CLAUSES["pure"]),
     (Stateful(), fv.FedAvg(), CLAUSES["can_be_continued"]),
     (SinglePrecision(), fv.AFL(), CLAUSES["weights_are_numbers"]),
-    (Overflowing(), TERM(), CLAUSES["weights_are_numbers"]),
+    (Overflowing(), fv.TERM(), CLAUSES["weights_are_numbers"]),
     (PeeksAtOthers(0.5), fv.FairLoss(0.5), CLAUSES["coefficients_are_elementwise"]),
     (ByPlace(), fv.AFL(), CLAUSES["weights_follow_ids"]),
     (Hoarder(), fv.FedAvg(), CLAUSES["memory_keeps_its_shape"]),
     (FirstClientOnly(), fv.FedAvg(), CLAUSES["equal_clients_weigh_the_same"]),
     (FirstClientOnly(), fv.FedAvg(), CLAUSES["permuting_clients_permutes_results"]),
     (Reversed(), fv.FedAvg(), CLAUSES["identical_clients_step_along_fedavg"]),
-    (Overflowing(), TERM(), CLAUSES["survives_a_configuration_file"]),
+    (Overflowing(), fv.TERM(), CLAUSES["survives_a_configuration_file"]),
     (Secretive(), fv.FedAvg(), CLAUSES["tells_people_what_it_is"]),
     (Cheap(), fv.FedAvg(), CLAUSES["counts_its_traffic"]),
+    (AveragedTwice(), fv.TERM(), CLAUSES["weights_sum_to_one"]),
+    (AveragedTwice(), fv.TERM(), follows_golden("TERM")),
+    (
+        TiltWithoutShare(weights="size"),
+        fv.TERM(weights="size"),
+        descends(tilted_objective(1.0)),
+    ),
+    (Uncapped(1.7), fv.PropFair(1.7), follows_golden("PropFair 1.7")),
+    (UtilityOfTheMean(), fv.PropFair(), descends(utility_objective(3.0))),
+    (
+        fv.PropFair(1.7, variant="official"),
+        fv.PropFair(1.7),
+        follows_golden("PropFair 1.7"),
+    ),
+    (
+        fv.PropFair(1.7),
+        fv.PropFair(1.7, variant="official"),
+        follows_golden("PropFair 1.7 official"),
+    ),
+    (TiesToTheFirst(), fv.Superquantile(), CLAUSES["equal_clients_weigh_the_same"]),
+    (TiesToTheFirst(0.75), fv.Superquantile(0.75), follows_golden("Superquantile 0.75")),
+    (BestShare(), fv.Superquantile(), worse_clients_weigh_more),
+    (
+        fv.Superquantile(variant="filter"),
+        fv.Superquantile(),
+        follows_golden("Superquantile 0.5"),
+    ),
+    (StaleIndex(), fv.GIFAIR(), worse_clients_weigh_more),
+    (BareStrength(0.4), fv.GIFAIR(0.4), follows_golden("GIFAIR")),
+    (TwoSided(0.25), fv.SemiVRed(0.25), follows_golden("Semi-VRed")),
+    (MeanHeldFixed(0.25), fv.SemiVRed(0.25), CLAUSES["weights_sum_to_one"]),
+    (RawLengths(step=0.1), fv.FedMGDA(step=0.1), follows("FedMGDA+ B .1")),
+    (Unbounded(step=0.1), fv.FedMGDA(step=0.1), follows("FedMGDA+ B .1")),
+    (OnChangedUpdates(external="off"), fv.FedFV(external="off"), follows("FedFV B")),
+    (WithoutLength(), fv.FedFV(), follows("FedFV A official")),
+    (TiesByPlace(), fv.FedFV(), CLAUSES["weights_follow_ids"]),
+    (SumsToOne(), fv.AdaFed(), follows("AdaFed B")),
+    (
+        PlainMean(0.5, angle=0.0),
+        fv.FedEBA(0.5, angle=0.0),
+        follows("FedEBA+ A unfair, two steps"),
+    ),
+    (WithoutTerm(angle=90.0), fv.FedEBA(angle=90.0), CLAUSES["weights_sum_to_one"]),
+    (
+        AlwaysAligned(0.5, angle=90.0),
+        fv.FedEBA(0.5, angle=90.0),
+        follows("FedEBA+ A fair, two steps"),
+    ),
+    (Ridge(), fv.AdaFed(), CLAUSES["weights_follow_the_scale_of_updates"]),
 ]
 
 
@@ -180,8 +303,9 @@ def test_a_broken_method_is_found(broken: fv.Method, right: fv.Method, check: Ch
         check(broken)
 
 
-INDIFFERENT = (fv.QFFL(q=0.0), TERM(tau=0.0))
-RESPONSIVE = [m for m in INSTANCES if m.uses_losses and m not in INDIFFERENT]
+INDIFFERENT = (fv.QFFL(q=0.0), fv.TERM(0.0), fv.Superquantile(1.0), fv.GIFAIR(0.0),
+               fv.SemiVRed(0.0), DRFL(q=0.0))  # fmt: skip
+RESPONSIVE = [m for m in INSTANCES if m.uses_losses and not m.uses_gram and m not in INDIFFERENT]
 RESPONSIVE += [fv.AAggFF(cdf=cdf, variant="paper") for cdf in CDFS]
 
 
@@ -191,10 +315,17 @@ def test_worse_clients_weigh_more(method: fv.Method) -> None:
 
 
 def is_fedavg_on_equal_clients(method: fv.Method) -> bool:
-    """q-FFL's step has its own length; approximate methods compare with the round before."""
+    """The steps of q-FFL, PropFair, FedMGDA+ and AdaFed have their own length; approximate methods
+    compare with the round before."""
     if isinstance(method, fv.QFFL):
         return method.q == 0
-    return method.probes or not method.uses_mean_gradient
+    if isinstance(method, fv.PropFair):
+        return False
+    if isinstance(method, fv.FedMGDA):
+        return method.scale == "mean"
+    if isinstance(method, fv.AdaFed):
+        return method.gamma == 0
+    return not method.averages_gradients and (method.probes or not method.uses_mean_gradient)
 
 
 @pytest.mark.parametrize("clients", [1, 5])

@@ -24,14 +24,14 @@ def test_captured_rounds_are_ordinary_rounds(model: str, method: fv.Method, work
     more: dict = {"rounds": 4, "evaluate_every": 3}
     expected = run(model, method, "auto", work, **more)
     found = run(model, method, "auto", work, capture=True, **more)
-    assert found.birth["captured"] is not method.looks_at_values
+    assert found.provenance["captured"] is not method.looks_at_values
     gaps = distance(found, expected)
     assert max(gaps.values()) <= TOLERANCE_64, gaps
     assert found.state.round == 4
 
 
 def test_evaluated_epochs_repeat_the_recording_too() -> None:
-    """The clients' own models come out of it, so no round is computed beside it."""
+    """The recorded round yields the local models, so no second round is computed."""
     RECORDINGS.kept.clear()
     more: dict = {"rounds": 6, "evaluate_every": 1}
     expected = run("cnn", fv.FairGrad(0.1), "auto", "epoch", **more)
@@ -84,7 +84,7 @@ def test_half_precision_is_near_full_precision() -> None:
         half = run("cnn", method, "auto", "epoch", dtype=torch.float32, precision="bfloat16")
         gap = distance(half, full)["parameter"]
         assert 0 < gap < 0.05
-        assert half.birth["precision"] == "bfloat16"
+        assert half.provenance["precision"] == "bfloat16"
 
 
 @pytest.mark.parametrize("work", ["step", "mini_batch", "epoch"])

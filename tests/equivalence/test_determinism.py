@@ -12,6 +12,9 @@ from torch import nn
 import fairvar as fv
 from checks import MODELS, images, observed, same_bytes, small_cnn
 from fairvar.engine.batches import Schedule
+from fairvar.engine.settings import EvaluateSettings, TrainSettings
+from fairvar.engine.train import run_rounds
+from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
 
 CLIENTS = 19
 STEP: dict = {"batch_size": 4}
@@ -113,6 +116,20 @@ def test_batches_are_a_shuffle_of_the_clients_samples() -> None:
             )
             orders.append(seen.tolist())
     assert orders[:6] != orders[6:]
+
+
+@pytest.mark.parametrize("work", [STEP, EPOCH], ids=["step", "epoch"])
+@pytest.mark.parametrize("model", ["cnn", "batch_norm"])
+@pytest.mark.parametrize("method", [fv.FedAvg(), fv.QFFL(1.0), fv.FairGrad(0.1)], ids=repr)
+def test_a_stored_checkpoint_continues_bit_by_bit(
+    method: fv.Method, model: str, work: dict
+) -> None:
+    """Stored tensors come back in another order, and norms are sums over them: q-FFL's step too."""
+    kept: dict[int, bytes] = {}
+    settings, when = TrainSettings(rounds=4, **work), EvaluateSettings(every=1)
+    given = (MODELS[model], images(CLIENTS), method, "cross_entropy", settings, when)
+    whole = run_rounds(*given, keep=lambda t, make: kept.update({t: pack_checkpoint(make()[0])}))
+    same_bytes(run_rounds(*given, unpack_checkpoint(kept[2])), whole)
 
 
 def test_other_seeds_other_numbers() -> None:

@@ -11,6 +11,8 @@ import torch
 
 import fairvar as fv
 from checks import (
+    FURTHER,
+    FURTHER_OPTIONS,
     METHODS,
     MODELS,
     OPTIONS,
@@ -32,6 +34,8 @@ CASES = [("multinomial", m, w) for m in METHODS + OPTIONS for w in ("step", "epo
 CASES += [("multinomial", m, w) for m in METHODS for w in ("mini_batch", "steps")]
 CASES += [(net, m, w) for net in ("cnn", "batch_norm") for m in METHODS for w in ("step", "epoch")]
 CASES += [("batch_norm", m, w) for m in METHODS[-3:] for w in ("mini_batch", "steps")]
+CASES += [("multinomial", m, w) for m in FURTHER + FURTHER_OPTIONS for w in WORK]
+CASES += [(net, m, w) for net in ("cnn", "batch_norm") for m in FURTHER for w in ("step", "epoch")]
 
 TOLERANCE_64 = 1e-10
 TOLERANCE_32 = 2e-6
@@ -53,7 +57,7 @@ def paths(model: str, method: fv.Method, work: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("model", "method", "work"), CASES, ids=[f"{n}-{m}-{w}" for n, m, w in CASES]
+    ("model", "method", "work"), CASES, ids=[f"{n}-{m!r}-{w}" for n, m, w in CASES]
 )
 def test_engines_agree(model: str, method: fv.Method, work: str) -> None:
     expected = run(model, method, "reference", work)
@@ -61,7 +65,7 @@ def test_engines_agree(model: str, method: fv.Method, work: str) -> None:
     assert expected.evaluated.tolist() == [2, 3]
     for path in paths(model, method, work):
         found = run(model, method, path, work)
-        assert found.birth["engine"] == path
+        assert found.provenance["engine"] == path
         gaps = distance(found, expected)
         assert max(gaps.values()) <= TOLERANCE_64, (path, gaps)
 
@@ -81,7 +85,7 @@ def test_engines_agree_with_convolutions_as_products(
                 assert max(gaps.values()) <= TOLERANCE_64, (path, gaps)
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.label)
+@pytest.mark.parametrize("method", METHODS + FURTHER, ids=lambda m: m.label)
 @pytest.mark.parametrize("model", MODELS)
 def test_engines_agree_in_single_precision(model: str, method: fv.Method) -> None:
     for work in ("mini_batch", "epoch"):
@@ -146,7 +150,7 @@ def test_engines_diverge_in_the_same_round() -> None:
     assert None not in found
 
 
-@pytest.mark.parametrize("method", [*METHODS[1:], *OPTIONS[1:3]], ids=repr)
+@pytest.mark.parametrize("method", [*METHODS[1:], *OPTIONS[1:3], *FURTHER], ids=repr)
 def test_a_continued_run_is_the_uninterrupted_one(method: fv.Method) -> None:
     more: dict = {"dtype": torch.float32, "rounds": 4}
     whole = run("batch_norm", method, "auto", "epoch", **more)

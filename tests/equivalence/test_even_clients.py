@@ -49,7 +49,7 @@ def test_even_clients_agree_with_the_reference(method, options, batch_norm):
         torch.testing.assert_close(engine.state.buffers[name], leaf, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(engine.loss, reference.loss, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(engine.weights, reference.weights, rtol=1e-10, atol=1e-12)
-    assert engine.birth["engine"] != "reference"
+    assert engine.provenance["engine"] != "reference"
 
 
 def test_clipping_really_clips():

@@ -13,9 +13,9 @@ from test_engines import TOLERANCE_64, WORK, paths, run
 from torch import Tensor
 
 from checks import distance, images
-from fairvar.deploy.local import LocalTransport, local_clients
-from fairvar.deploy.run import Agreement, federate
-from fairvar.deploy.settings import FederationSettings
+from fairvar.deploy.client import Agreement
+from fairvar.deploy.guard import FederationSettings
+from fairvar.deploy.run import LocalTransport, federate, local_clients
 from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.methods.base import LossData, Memory, Method, Replies

@@ -17,7 +17,7 @@ from test_linear import large, uneven
 from torch import Tensor, nn
 
 import fairvar as fv
-from checks import distance, images, small_cnn
+from checks import FURTHER, distance, images, small_cnn
 from fairvar.engine.grid import Member, members_that_fit, train_grid, trains_together
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.train import Checkpoint, run_rounds
@@ -27,7 +27,7 @@ TOLERANCE_64 = 1e-12
 TOLERANCE_32 = 1e-6
 WHEN = EvaluateSettings(every=2)
 DATA = images(7)
-CASES = [(m, w) for m in METHODS + OPTIONS for w in WORK]
+CASES = [(m, w) for m in METHODS + OPTIONS + FURTHER for w in WORK]
 FACTORS = ((1.0, 0.1, 0), (0.5, 0.2, 0), (2.0, 0.05, 1), (1.5, 0.1, 1))  # numbers, lr, seed
 
 
@@ -49,8 +49,8 @@ def alone(member: Member, data: fv.Federation, when: EvaluateSettings = WHEN) ->
         member.model, data, member.method, "cross_entropy", member.settings, when, member.start
     )
     kept = torch.isin(history.observed + 1, history.evaluated)
-    thinned = {k: getattr(history, k)[kept] for k in ("observed", "loss", "weights", "ascended")}
-    return replace(history, **thinned)
+    tables = ("observed", "participant_loss", "participant_weights", "ascended")
+    return replace(history, **{k: getattr(history, k)[kept] for k in tables})
 
 
 def same(found: fv.History, expected: fv.History, tolerance: float = TOLERANCE_64) -> None:
@@ -74,8 +74,8 @@ def test_grid_is_the_single_runs(method: fv.Method, work: str) -> None:
     assert trains_together(runs, DATA, "cross_entropy")
     for member, found in zip(runs, train_grid(runs, DATA, "cross_entropy", WHEN), strict=True):
         same(found, alone(member, DATA))
-        assert (found.birth["engine"], found.birth["together"]) == ("linear", 4)
-        assert found.birth["seed"] == member.settings.seed
+        assert (found.provenance["engine"], found.provenance["together"]) == ("linear", 4)
+        assert found.provenance["seed"] == member.settings.seed
 
 
 @pytest.mark.parametrize("work", ["step", "mini_batch", "epoch"])

@@ -13,7 +13,7 @@ from test_engines import METHODS, OPTIONS, WORK, run
 from torch import nn
 
 import fairvar as fv
-from checks import distance, images
+from checks import FURTHER, FURTHER_OPTIONS, distance, images
 from fairvar.engine.kernels.linear import Linear, grams_pay
 from fairvar.engine.kernels.linear.dual import groups_by_size
 from fairvar.engine.settings import TrainSettings
@@ -21,7 +21,7 @@ from fairvar.engine.state import State
 from fairvar.engine.train import choose_path, prepare
 
 TOLERANCE = 1e-12
-CASES = [(m, w) for m in METHODS + OPTIONS for w in WORK]
+CASES = [(m, w) for m in METHODS + OPTIONS + FURTHER + FURTHER_OPTIONS for w in WORK]
 
 
 def uneven() -> fv.Federation:
@@ -42,7 +42,7 @@ def uneven() -> fv.Federation:
 def agree(model: object, method: fv.Method, work: str = "step", **more: object) -> None:
     expected = run(model, method, "reference", work, **more)
     found = run(model, method, "linear", work, **more)
-    assert found.birth["engine"] == "linear"
+    assert found.provenance["engine"] == "linear"
     gaps = distance(found, expected)
     assert max(gaps.values()) <= TOLERANCE, gaps
 
@@ -131,7 +131,7 @@ def large() -> fv.Federation:
 
 
 def test_gram_matrices_must_pay() -> None:
-    """Methods that need none take the path for large clients too; their own models go beside it."""
+    """Methods that need none take the linear path for large clients too."""
     data = large()
     assert chosen("multinomial", data, fv.FedAvg()) == "linear"
     assert chosen("multinomial", data, fv.FairGrad(0.1)) == "blocked"
@@ -177,6 +177,6 @@ def test_an_evaluated_round_is_computed_once(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Linear, "compute", counted)
     history = fv.train("multinomial", images(5), fv.FairLoss(0.5), 10, evaluate_every=1)
-    assert history.birth["engine"] == "linear"
+    assert history.provenance["engine"] == "linear"
     assert ("test", "local") in history.accuracy
     assert rounds == list(range(10))

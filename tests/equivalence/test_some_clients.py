@@ -14,7 +14,7 @@ from test_engines import TOLERANCE_64, WORK, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fairvar as fv
-from checks import METHODS, OPTIONS, distance, images, same_bytes
+from checks import FURTHER, FURTHER_OPTIONS, METHODS, OPTIONS, distance, images, same_bytes
 from fairvar.engine.batches import Cohort, Schedule
 from fairvar.engine.cuda_graphs import RECORDINGS
 from fairvar.engine.grid import Member, train_grid, trains_together
@@ -32,6 +32,8 @@ KINDS = ("step", "mini_batch", "epoch")
 CASES = [("multinomial", m, w, k) for m in EVERY_METHOD[:9] for w in KINDS for k in SOME]
 CASES += [("multinomial", m, w, 3) for m in OPTIONS for w in ("mini_batch", "steps")]
 CASES += [("batch_norm", m, w, 3) for m in METHODS[-4:] for w in ("mini_batch", "epoch")]
+CASES += [("multinomial", m, w, 3) for m in FURTHER + FURTHER_OPTIONS for w in KINDS]
+CASES += [("multinomial", m, "mini_batch", k) for m in FURTHER for k in (1, CLIENTS - 1)]
 
 
 def some(model: str, method: fv.Method, engine: str, work: str, **more: object) -> fv.History:
@@ -71,7 +73,7 @@ def test_engines_agree(model: str, method: fv.Method, work: str, number: int) ->
     assert torch.equal((~expected.loss.isnan()).sum(1), torch.full((3,), number))
     for path in paths(method, work):
         found = some(model, method, path, work, participants=number)
-        assert found.birth["engine"] == path
+        assert found.provenance["engine"] == path
         assert gap(found, expected) <= TOLERANCE_64, path
 
 
@@ -150,14 +152,14 @@ def test_a_run_goes_on_from_a_stored_checkpoint(method: fv.Method, capture: bool
 
     def keep(done: int, make: object) -> None:
         if done == 3:
-            kept.append(pack_checkpoint(make()))  # type: ignore[operator]
+            kept.append(pack_checkpoint(*make()))  # type: ignore[operator]
 
     def train(start: Checkpoint | None) -> fv.History:
         given = (data, method, "cross_entropy", settings, when, start, None, keep)
         return run_rounds("multinomial", *given)
 
     whole = train(None)
-    assert whole.birth["captured"] is (capture and not method.looks_at_values)
+    assert whole.provenance["captured"] is (capture and not method.looks_at_values)
     rest = train(unpack_checkpoint(kept[0]))
     same_bytes(rest, whole)
     assert rest.state.round == whole.state.round == 5
@@ -169,6 +171,7 @@ FIXED = {"step": (8, 8), "mini_batch": (4, 13), "steps": (5, 13)}  # sizes with 
 
 CAPTURED = [("multinomial", m, w) for m in EVERY_METHOD[:9] for w in FIXED]
 CAPTURED += [("batch_norm", m, "steps") for m in METHODS[-2:]]
+CAPTURED += [("multinomial", m, w) for m in FURTHER + FURTHER_OPTIONS for w in FIXED]
 
 
 @pytest.mark.parametrize(
@@ -180,8 +183,8 @@ def test_captured_rounds_are_those_of_the_reference(
     more: dict = {"data": images(CLIENTS, sizes=FIXED[work]), "rounds": 4, "evaluate_every": 3}
     expected = some(model, method, "reference", work, **more)
     found = some(model, method, "auto", work, capture=True, **more)
-    assert found.birth["captured"] is not method.looks_at_values
-    assert found.birth["engine"] not in ("linear", "reference")
+    assert found.provenance["captured"] is not method.looks_at_values
+    assert found.provenance["engine"] not in ("linear", "reference")
     assert gap(found, expected) <= TOLERANCE_64
 
 
@@ -201,7 +204,7 @@ def test_one_recording_serves_runs_with_other_participants() -> None:
 def test_rounds_of_changing_shapes_are_not_captured() -> None:
     for work in ("step", "epoch"):
         found = some("multinomial", fv.AFL(), "auto", work, capture=True)
-        assert found.birth["captured"] is False
+        assert found.provenance["captured"] is False
         assert gap(found, some("multinomial", fv.AFL(), "reference", work)) <= TOLERANCE_64
 
 
@@ -232,7 +235,7 @@ class NoHost(TorchDispatchMode):
 def test_a_captured_round_asks_the_host_for_nothing(work: str, number: int) -> None:
     data = images(CLIENTS, sizes=FIXED[work])
     more: dict = {"participants": number, "capture": True, **WORK[work]}
-    methods = (fv.AFL(), fv.QFFL(1.0), fv.FairLoss(0.5, exact=True), fv.FairGrad(0.1))
+    methods = (fv.AFL(), fv.QFFL(1.0), fv.FairLoss(0.5, exact=True), fv.FairGrad(0.1), *FURTHER)
     for method, path in [(m, p) for m in methods for p in paths(m, work)]:
         settings = TrainSettings(engine=path, **more)  # type: ignore[arg-type]
         captured = prepare("multinomial", data, method, "cross_entropy", settings).runs().captured

@@ -261,7 +261,7 @@ def test_the_reference_loop_takes_the_rest(kind: type[Net], method: fv.Method) -
     assert not any(problem.fatal for problem in problems)
     for engine in ("auto", "reference"):
         history = run(model, method, engine, batch_size=3)
-        assert history.birth["engine"] == "reference"
+        assert history.provenance["engine"] == "reference"
         trains(history, model)
     with pytest.raises(fv.BadInput, match="cannot run this model"):
         run(model, method, "vmapped")
@@ -280,8 +280,8 @@ def test_weight_norm_bends_in_the_reference_loop_only() -> None:
     assert "second derivative" in problem
     assert not problem.fatal
     for method in METHODS[:3]:
-        assert run(model, method).birth["engine"] != "reference"
-    assert run(model, METHODS[3]).birth["engine"] == "reference"
+        assert run(model, method).provenance["engine"] != "reference"
+    assert run(model, METHODS[3]).provenance["engine"] == "reference"
 
 
 def test_a_model_without_second_derivatives_is_refused_with_fairgrad() -> None:

@@ -28,13 +28,14 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
+from fairvar.cli.library import run_table
 from fairvar.data import sources
-from fairvar.data.readers.idx import read_idx
+from fairvar.data.readers.arrays import read_idx
 from fairvar.errors import BadInput, FairvarError, IntegrityError
 from fairvar.models.weights import read_tensors
+from fairvar.process import peak_bytes, reset_peak
 from fairvar.report.files import group_table
-from fairvar.report.render import render
-from fairvar.report.terminal import run_table
+from fairvar.report.table import render
 from fairvar.runs.archive import ARCHIVE, LIST, unpacked
 from fairvar.runs.config import Config
 from fairvar.runs.results import gather
@@ -42,7 +43,6 @@ from fairvar.runs.serialize import unpack_checkpoint
 from fairvar.runs.store import MANIFEST, seal
 from fairvar.runs.stored import StoredRun, recorded_federation
 from fairvar.runs.verify import check_files
-from fairvar.system.memory import peak_bytes, reset_peak
 
 # What a field of a record may be replaced with.
 NONSENSE: tuple[Any, ...] = (

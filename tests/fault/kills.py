@@ -143,7 +143,7 @@ def wrong_end(end: End, sent: tuple[str, str]) -> str | None:
 
 def damage(out: Path, draw: random.Random) -> int:
     """Damage some of the checkpoints; how many."""
-    names = ("checkpoint-a", "checkpoint-b", "finished")
+    names = ("checkpoint-a", "checkpoint-b")
     files = [p for n in names for p in (*out.glob(f"*/{n}"), *out.glob(f".groups/*/{n}"))]
     done = 0
     for path in sorted(files):

@@ -172,7 +172,7 @@ def catches(pid: int, number: int) -> bool:
 
 def _die_in_save(doomed: str, step: str) -> None:
     """Die at once, as in a power cut, inside one step of writing one file."""
-    from fairvar.system import files
+    from fairvar import files
 
     replace, fsync, sync_folder = os.replace, os.fsync, files._sync_folder
     writing = False
@@ -292,13 +292,14 @@ def _signal(pid: int, number: int, whole: bool, started: Mapping[int, float]) ->
 
 
 def _serve(folder: Path) -> None:
+    from fairvar.runs.batch import arrange
     from fairvar.runs.plan import Plan
     from fairvar.runs.sweep import run_sweep
 
     # The first round of each kind imports and builds things: do that once, here.
     with tempfile.TemporaryDirectory() as name:
         plan = Plan.load(write_plan(Path(name), 5), ["sweep.seeds=1"])
-        run_sweep(plan.cells, Path(name) / "out", lambda done, total, what: None)
+        run_sweep(arrange(plan.cells), Path(name) / "out", lambda done, total, what: None)
     started: dict[int, float] = {}
     for line in sys.stdin:
         order, answer = json.loads(line), None

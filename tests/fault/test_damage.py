@@ -30,10 +30,10 @@ from fairvar.runs.store import (
     SLOTS,
     read_checkpoints,
     seal,
-    verify,
+    unpack_files,
     write_checkpoint,
 )
-from fairvar.runs.stored import StoredRun, recorded_federation
+from fairvar.runs.stored import StoredRun, recorded_federation, verify
 
 FLIPS, CUTS = 200, 60
 BOMB = zlib.compress(bytes(50_000_000), 9)  # a thousandth of that
@@ -129,7 +129,8 @@ def stopped(short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tup
 
 
 def payload_of(path: Path) -> bytes:
-    return path.read_bytes().partition(b"\n")[2]
+    (payload,) = unpack_files(path.read_bytes()).values()
+    return payload
 
 
 @pytest.mark.parametrize("slot", SLOTS)
@@ -139,7 +140,7 @@ def test_every_damage_of_a_checkpoint_is_found(slot: str, stopped: tuple[Any, Pa
     (other,) = (payload_of(folder / s) for s in SLOTS if s != slot)
     for damaged in damages(content, random.Random(slot)):
         (folder / slot).write_bytes(damaged)
-        assert read_checkpoints(folder) == [other]
+        assert read_checkpoints(folder) == [{folder.name: other}]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,8 @@ def test_hostile_checkpoints_are_passed_by(kind, stopped, short, tmp_path):
     """With a right checksum, too: the run starts from the beginning and ends with its bytes."""
     cell, folder = stopped
     for number in (0, 1):
-        write_checkpoint(folder, number, hostile_files(tmp_path / "canary")[kind])
+        hostile = hostile_files(tmp_path / "canary")[kind]
+        write_checkpoint(folder, number, {folder.name: hostile})
     run_cell(cell, folder.parent, Watch())
     assert run_bytes(folder) == run_bytes(short / "out" / folder.name)
     assert not (tmp_path / "canary").exists()

@@ -61,7 +61,7 @@ def test_kills_at_any_moment_change_nothing(children, calm, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["checkpoint-a", "checkpoint-b", "finished", *KEPT, MANIFEST])
+@pytest.mark.parametrize("file", ["checkpoint-a", "checkpoint-b", *KEPT, MANIFEST])
 def test_death_in_any_step_of_a_save(file, children, calm, tmp_path):
     """Of the group's own files, and of its first run's, while the others are still to come."""
     folder, _ = calm

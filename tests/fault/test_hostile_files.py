@@ -19,8 +19,8 @@ from fairvar.cli import main
 from fairvar.data import sources
 from fairvar.errors import BadInput, FairvarError, IntegrityError
 from fairvar.methods.plugin import load_plugin
-from fairvar.runs.archive import extract
-from fairvar.runs.condense import condense
+from fairvar.runs.archive import condense, extract
+from fairvar.runs.batch import arrange
 from fairvar.runs.config import Config, merge_overrides
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather
@@ -43,7 +43,7 @@ MUTATIONS = 40  # of every reader; `make soak` makes thousands
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """full/: a sweep of two runs; small/: condensed."""
     base = tmp_path_factory.mktemp("made")
-    run_sweep(Plan.from_dict(PLAN).cells, base / "full", lambda done, total, what: None)
+    run_sweep(arrange(Plan.from_dict(PLAN).cells), base / "full", lambda done, total, what: None)
     condense(gather(base / "full"), base / "small")
     return base
 

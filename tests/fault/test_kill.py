@@ -24,7 +24,7 @@ from nursery import (
 )  # fmt: skip
 
 from fairvar.report.files import FORMATS, group_table
-from fairvar.report.render import render
+from fairvar.report.table import render
 from fairvar.runs.results import gather
 from fairvar.runs.store import is_complete, read_checkpoints
 

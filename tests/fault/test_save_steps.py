@@ -12,10 +12,11 @@ import pytest
 from nursery import KEPT, STEPS, Nursery, run_bytes, run_folders, sweep_bytes, visible
 
 from commands import call
+from fairvar import files
 from fairvar.runs import store
 from fairvar.runs.results import stored_runs
-from fairvar.runs.store import MANIFEST, is_complete, verify
-from fairvar.system import files
+from fairvar.runs.store import MANIFEST, is_complete
+from fairvar.runs.stored import verify
 
 FILES = (*KEPT, MANIFEST, "checkpoint-a", "checkpoint-b", "federation")
 ONE_RUN = ("sweep.seeds=1", 'sweep.methods=["afl"]')

@@ -66,7 +66,7 @@ def test_right_ends_pass():
 
 
 def test_only_checkpoints_are_damaged(tmp_path):
-    for name in ("run/checkpoint-a", "run/state.safetensors", ".groups/g/finished"):
+    for name in ("run/checkpoint-a", "run/state.safetensors", ".groups/g/checkpoint-b"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"0123456789")
     draw = random.Random(0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from nursery import KEPT, run_bytes
+from nursery import run_bytes
 from safetensors.torch import load, save
 
 from checks import METHODS
@@ -20,21 +20,15 @@ from fairvar.runs.batch import arrange, run_cell, run_group
 from fairvar.runs.config import Config
 from fairvar.runs.identity import checkpoint_key, identity_of
 from fairvar.runs.plan import Plan
-from fairvar.runs.records import RunManifest
 from fairvar.runs.runner import Interrupted, Watch, missing, run_folder
 from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
 from fairvar.runs.store import (
     MANIFEST,
     SLOTS,
     inside,
-    open_seal,
-    pack_files,
     read_checkpoints,
     save_files,
-    seal,
-    unpack_files,
     write_checkpoint,
-    write_hashed,
 )
 
 BASE: dict[str, Any] = {
@@ -59,7 +53,9 @@ def checkpoint_of(cell: Config, out: Path) -> bytes:
     """Of a run that was stopped after four rounds."""
     with pytest.raises(Interrupted):
         run_cell(cell, out, stop_after(4))
-    (payload,) = read_checkpoints(run_folder(cell, out))
+    folder = run_folder(cell, out)
+    ((name, payload),) = read_checkpoints(folder)[0].items()
+    assert name == folder.name
     return payload
 
 
@@ -67,7 +63,7 @@ def rounds_from(cell: Config, out: Path, payload: bytes) -> list[int]:
     """Which rounds are computed where this is the checkpoint."""
     folder = run_folder(cell, out)
     folder.mkdir(parents=True)
-    write_checkpoint(folder, 0, payload)
+    write_checkpoint(folder, 0, {folder.name: payload})
     seen: list[int] = []
     run_cell(cell, out, Watch(progress=lambda done, total: seen.append(done)))
     return seen
@@ -225,16 +221,16 @@ def test_a_groups_checkpoint_of_other_runs_is_not_continued(kind, calm, tmp_path
     with pytest.raises(Interrupted):
         run_group(other, tmp_path / "other", stop_after(4))
     (slot,) = (tmp_path / "other").glob(f".groups/*/{SLOTS[0]}")
-    (payload,) = read_checkpoints(slot.parent)
-    packed = list(unpack_files(payload).values())
+    (files,) = read_checkpoints(slot.parent)
+    packed = list(files.values())
     if kind == "one of them":  # has the checkpoint of its neighbour
         packed[0] = packed[1]
     cells, out = grid(), tmp_path / "out"
     names = [run_folder(cell, out).name for cell in cells]
     if kind == "shapes":
         packed = [relabelled(part, cell) for part, cell in zip(packed, cells, strict=True)]
-    home = groups._home(cells, out)
-    write_checkpoint(home, 0, pack_files(dict(zip(names, packed, strict=True))))
+    home = groups.home_of(cells, out)
+    write_checkpoint(home, 0, dict(zip(names, packed, strict=True)))
     assert run_group(cells, out, Watch())
     same(out, calm)
     assert capsys.readouterr().err.count("is not continued") == 1
@@ -255,46 +251,17 @@ def test_names_that_lead_elsewhere_are_refused(name, tmp_path):
     assert list(tmp_path.rglob("*")) == []
 
 
-@pytest.mark.parametrize("name", ["../../escaped", "/tmp/fairvar-escaped", "sub/escaped"])
-def test_a_journal_from_elsewhere_writes_nothing_outside(name, calm, tmp_path):
-    """With right checksums and seals: the runs are trained instead."""
-    cells, out = grid(), tmp_path / "a" / "out"
-    names = [run_folder(cell, out).name for cell in cells]
-    packed = {}
-    for n in names:
-        files = {f: (calm / n / f).read_bytes() for f in (*KEPT, MANIFEST)}
-        facts = open_seal(files[MANIFEST], RunManifest)
-        facts["sha256"] = {**facts["sha256"], name: "0" * 64}
-        packed[n] = pack_files({**files, name: b"x", MANIFEST: seal(facts)})
-    write_hashed(groups._home(cells, out) / groups.FINISHED, pack_files(packed))
-    assert run_group(cells, out, Watch())
-    same(out, calm)
-    assert list(tmp_path.rglob("*escaped*")) == []
-    assert not Path("/tmp/fairvar-escaped").exists()
-
-
-def test_a_journal_with_other_results_is_not_stored(calm, tmp_path):
-    """Those of a neighbour under this run's name."""
-    cells, out = grid(), tmp_path / "out"
-    names = [run_folder(cell, out).name for cell in cells]
-    files = [{f: (calm / n / f).read_bytes() for f in (*KEPT, MANIFEST)} for n in names]
-    packed = dict(zip(names, map(pack_files, files[::-1]), strict=True))
-    write_hashed(groups._home(cells, out) / groups.FINISHED, pack_files(packed))
-    assert run_group(cells, out, Watch())
-    same(out, calm)
-
-
 def test_tidying_up_stays_inside(tmp_path):
     """Names and links in `.groups` that lead out: left alone, and nothing behind them deleted."""
     out, precious = tmp_path / "out", tmp_path / "precious"
     precious.mkdir()
     (precious / MANIFEST).write_text("{}")
-    write_hashed(precious / groups.FINISHED, pack_files({"../precious": b""}))
+    write_checkpoint(precious, 0, {"../precious": b""})
     (out / ".groups").mkdir(parents=True)
     (out / ".groups" / "link").symlink_to(precious)
-    write_hashed(out / ".groups" / "names" / groups.FINISHED, pack_files({"../precious": b""}))
+    write_checkpoint(out / ".groups" / "names", 0, {"../precious": b""})
     groups.tidy(out)
-    assert {p.name for p in precious.iterdir()} == {MANIFEST, groups.FINISHED}
+    assert {p.name for p in precious.iterdir()} == {MANIFEST, SLOTS[0]}
 
 
 @pytest.mark.parametrize("where", ["run", "locks", "lock", "groups", "federations"])

@@ -9,9 +9,16 @@ from torch import Tensor
 
 import fairvar as fv
 from fairvar.deploy.client import Client
-from fairvar.deploy.local import Fault, LocalTransport, honest, local_clients
-from fairvar.deploy.run import Agreement, Federated, federate
-from fairvar.deploy.settings import FederationSettings
+from fairvar.deploy.guard import FederationSettings
+from fairvar.deploy.run import (
+    Agreement,
+    Fault,
+    Federated,
+    LocalTransport,
+    federate,
+    honest,
+    local_clients,
+)
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 
 TINY = 5  # clients

@@ -35,16 +35,20 @@ from flwr.supercore.task_identity import TaskIdentity
 
 import fairvar as fv
 from checks import METHODS
-from fairvar.deploy.client import Client
-from fairvar.deploy.flower.transport import GridTransport
-from fairvar.deploy.flower.wire import ARRAYS, FACTS, HELLO, KINDS, from_records, to_records
-from fairvar.deploy.guard import LONGEST
-from fairvar.deploy.local import LocalTransport, local_clients
-from fairvar.deploy.messages import Message, Stamp
-from fairvar.deploy.run import Agreement, Federated, federate
-from fairvar.deploy.settings import FederationSettings
+from fairvar.deploy.client import Agreement, Client, Message, Stamp
+from fairvar.deploy.flower.transport import (
+    ARRAYS,
+    FACTS,
+    HELLO,
+    KINDS,
+    GridTransport,
+    from_records,
+    to_records,
+)
+from fairvar.deploy.guard import LONGEST, FederationSettings
+from fairvar.deploy.run import Federated, LocalTransport, federate, local_clients
 from fairvar.engine.settings import EvaluateSettings
-from fairvar.system.memory import peak_bytes
+from fairvar.process import peak_bytes
 
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1  # as Flower does
 LIAR = 2  # the client that is hostile

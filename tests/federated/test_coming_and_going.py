@@ -13,10 +13,9 @@ from federations import tiny as data
 import fairvar as fv
 from checks import METHODS, OPTIONS
 from fairvar import rng
-from fairvar.deploy.local import LocalTransport, local_clients
-from fairvar.deploy.messages import Message
-from fairvar.deploy.run import federate
-from fairvar.deploy.settings import FederationSettings
+from fairvar.deploy.client import Message
+from fairvar.deploy.guard import FederationSettings
+from fairvar.deploy.run import LocalTransport, federate, local_clients
 from fairvar.engine.train import Checkpoint
 from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
 
@@ -141,7 +140,7 @@ def test_a_resumed_run_has_one_record() -> None:
         rest = federate(agreed, rules, LocalTransport(there, fault), start)
         lost = [r for r in whole.refused if r.round < done]
         assert rest.refused == lost
-        assert rest.history.birth["refused"] == {"no reply": len(lost)}
+        assert rest.history.provenance["refused"] == {"no reply": len(lost)}
         assert [n.clients for n in rest.notes.rounds] == [n.clients for n in whole.notes.rounds]
         assert torch.equal(rest.history.samples["train"], whole.history.samples["train"])
 
@@ -152,7 +151,7 @@ def test_a_weight_that_is_cut_is_recorded() -> None:
     first = cut.notes.rounds[0]
     assert first.limited == [int(cut.history.weights[0].argmax())]
     assert float(cut.history.weights[0].max()) == pytest.approx(0.5)
-    assert cut.history.birth["weight_capped_rounds"] == 2
+    assert cut.history.provenance["weight_capped_rounds"] == 2
     free = run(fv.AFL(step=100.0), data(), rounds=2, rules={"weight_cap": 1.0})
     assert [note.limited for note in free.notes.rounds] == [[], []]
     assert float(free.history.weights[0].max()) > 0.9

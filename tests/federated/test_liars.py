@@ -21,13 +21,18 @@ from torch import Tensor
 
 import fairvar as fv
 from checks import METHODS, MODELS, OPTIONS, images
-from fairvar.deploy.guard import Reason, median_length
-from fairvar.deploy.local import Fault, LocalTransport, local_clients
-from fairvar.deploy.messages import BUFFERS, GRADIENT, LOSS, MODEL, Message, grouped
-from fairvar.deploy.robust import combination, liars_among, mean_loss
-from fairvar.deploy.run import Federated, federate
+from fairvar.deploy.client import BUFFERS, GRADIENT, LOSS, MODEL, Message, grouped
+from fairvar.deploy.guard import (
+    OFF,
+    FederationSettings,
+    Reason,
+    combination,
+    dishonest_among,
+    mean_loss,
+    median_length,
+)
+from fairvar.deploy.run import Fault, Federated, LocalTransport, federate, local_clients
 from fairvar.deploy.server import MEMORY
-from fairvar.deploy.settings import OFF, FederationSettings
 from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
 from fairvar.tree import Tree, add, scale, subtract, tree_map
 
@@ -93,7 +98,7 @@ def test_honest_runs_are_the_same_bit_by_bit(method: fv.Method) -> None:
     same_model(usual, bare)
     assert torch.equal(usual.history.state.mean_loss, bare.history.state.mean_loss)
     assert shortened(usual) == [[]] * 4
-    assert usual.history.birth["norm_bounded_rounds"] == 0
+    assert usual.history.provenance["norm_bounded_rounds"] == 0
 
 
 def test_clients_at_rest_do_not_make_the_others_look_long() -> None:
@@ -120,7 +125,7 @@ def test_an_update_out_of_proportion_has_the_usual_length(method: fv.Method, fac
     found = run(method, data(), times(factor), rounds=3)
     assert not found.refused
     assert shortened(found) == [[LIAR]] * 3
-    assert found.history.birth["norm_bounded_rounds"] == 3
+    assert found.history.provenance["norm_bounded_rounds"] == 3
     assert [note.clients for note in found.notes.rounds] == [[*range(CLIENTS)]] * 3
     assert distance(found, run(method, data(), times(100 * factor), rounds=3)) < 1e-9
     if isinstance(method, fv.QFFL):  # whose step is shorter the longer the updates are
@@ -267,7 +272,7 @@ def test_mean_loss(values: list[float], bound: float, liars: float) -> None:
     loss = torch.tensor(values, dtype=torch.float64)
     share = torch.full_like(loss, 1 / len(loss))
     rules = FederationSettings(mean_loss_bound=bound, liars=liars)
-    found, k = float(mean_loss(loss, share, rules)), liars_among(len(values), liars)
+    found, k = float(mean_loss(loss, share, rules)), dishonest_among(len(values), liars)
     assert 2 * k < len(values)
     largest = sorted(values, reverse=True)[k]
     limit = bound * largest if k else max(values)
@@ -282,7 +287,7 @@ def test_mean_loss(values: list[float], bound: float, liars: float) -> None:
      (5, 0.49, 2), (4, 0.49, 1), (7, 0.0, 0)],
 )  # fmt: skip
 def test_how_many_may_lie(clients: int, share: float, expected: int) -> None:
-    assert liars_among(clients, share) == expected
+    assert dishonest_among(clients, share) == expected
 
 
 # -- averages --------------------------------------------------------------------------------------
@@ -292,7 +297,7 @@ def test_averages_by_hand(m: int) -> None:
     stacked = {"w": torch.randn(m, 3, 2, generator=draw, dtype=torch.float64)}
     weights = torch.full((m,), 1 / m, dtype=torch.float64)
     values = np.sort(stacked["w"].numpy(), axis=0)
-    k = liars_among(m, 0.2)
+    k = dishonest_among(m, 0.2)
     wanted = {"median": np.median(values, 0), "trimmed": values[k : m - k].mean(0),
               "mean": values.mean(0)}  # fmt: skip
     for average, expected in wanted.items():

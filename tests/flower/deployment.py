@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fairvar.deploy.flower.apps import new_app
+from fairvar.deploy.flower import new_app
 from fairvar.deploy.flower.keys import make_keys
 
 BIN = Path(sys.executable).parent

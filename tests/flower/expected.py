@@ -12,10 +12,9 @@ import torch
 from deployment import Deployment
 
 import fairvar as fv
+from fairvar.deploy.client import Message
 from fairvar.deploy.flower.setup import Setup, read_setup
-from fairvar.deploy.local import LocalTransport, local_clients
-from fairvar.deploy.messages import Message
-from fairvar.deploy.run import federate
+from fairvar.deploy.run import LocalTransport, federate, local_clients
 from fairvar.runs.runner import federation_of
 from fairvar.runs.stored import StoredRun
 

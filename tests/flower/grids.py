@@ -29,10 +29,12 @@ class InProcessGrid(Grid):
         clients: dict[int, int],
         spoil: Spoil | None = None,
         data: dict[int, str] | None = None,
+        node_config: dict[int, dict] | None = None,
     ):
-        """`data`: where a client's own data lie."""
+        """`data`: where a client's own data lie; `node_config`: of a client, instead of Flower's
+        in a simulation."""
         self.run_config, self.clients, self.spoil = run_config, clients, spoil
-        self.data = data or {}
+        self.data, self.node_config = data or {}, node_config or {}
         self.app = client_app()
         self.replies: dict[str, Message] = {}
         self.sent = 0
@@ -73,6 +75,7 @@ class InProcessGrid(Grid):
         config: dict = {"partition-id": client}
         if client in self.data:
             config = {"client": client, "data": self.data[client]}
+        config = self.node_config.get(client, config)
         state = self.states.setdefault(node, RecordDict())
         context = Context(1, node, config, state, dict(self.run_config), 1)
         try:

@@ -19,7 +19,7 @@ from grids import InProcessGrid
 from test_in_process import run, run_config
 
 import fairvar as fv
-from fairvar.deploy.flower import client_app, privacy
+from fairvar.deploy.flower import client_app, server
 from fairvar.deploy.flower.server import run_on
 from fairvar.deploy.flower.setup import read_setup
 from fairvar.runs.stored import StoredRun
@@ -82,7 +82,7 @@ def test_an_account_needs_noise_and_the_accountant(
     )
     with pytest.raises(fv.BadInput, match="without noise ε is infinite"):
         read_setup(silent)
-    monkeypatch.setattr(privacy, "find_spec", lambda name: None)
+    monkeypatch.setattr(server, "find_spec", lambda name: None)
     with pytest.raises(fv.BadInput, match=r"fairvar\[privacy\]"):
         run(run_config(fv.FedAvg(), tmp_path, f"{CUT} privacy.delta=1e-5"))
 

@@ -27,13 +27,12 @@ from grids import InProcessGrid, Spoil
 from test_in_process import _error, run, run_config
 
 import fairvar as fv
+from fairvar.deploy.client import Message as Plain
+from fairvar.deploy.client import is_additive
 from fairvar.deploy.flower.secure import MODULUS, UNREADABLE, quantisation
 from fairvar.deploy.flower.server import run_on
 from fairvar.deploy.flower.setup import read_setup
-from fairvar.deploy.local import LocalTransport, local_clients
-from fairvar.deploy.messages import Message as Plain
-from fairvar.deploy.run import federate
-from fairvar.deploy.summed import is_additive
+from fairvar.deploy.run import LocalTransport, federate, local_clients
 from fairvar.methods.base import Memory, Method, Replies
 from fairvar.runs.runner import federation_of
 from fairvar.runs.stored import StoredRun
@@ -49,6 +48,8 @@ CARRIED: list[tuple[Method, float]] = [  # and its model's largest distance afte
     (fv.FairLoss(0.5, warm_start="exact"), 5),
     (fv.FairGrad(0.1), 5),
     (fv.FairGrad(0.1, exact=True), 5),
+    (fv.PropFair(), 5),
+    (fv.PropFair(losses="full"), 5),
     (fv.FedAvg(weights="size"), 20),
     (fv.FairGrad(0.1, exact=True, weights="size"), 20),
 ]
@@ -90,7 +91,7 @@ def test_the_same_model_within_the_quantisation(
     stored = run(config)
     plain = without({**config, "options": config["options"].replace("secure.max_weight=500", "")})
     assert 0 < distance(stored, plain) <= steps * STEP
-    assert stored.history().birth["engine"] == "flower-secure"
+    assert stored.history().provenance["engine"] == "flower-secure"
     assert stored.manifest["birth"]["refused"] == {}
 
 
@@ -396,7 +397,17 @@ def test_one_word_against_another(tmp_path: Path) -> None:
 
 # -- what is refused -------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "method", [fv.AFL(), fv.AAggFF(), fv.FairLoss(0.1, exact=True, collapsed=True)], ids=repr
+    "method",
+    [
+        fv.AFL(),
+        fv.AAggFF(),
+        fv.FairLoss(0.1, exact=True, collapsed=True),
+        fv.TERM(),
+        fv.Superquantile(),
+        fv.GIFAIR(),
+        fv.SemiVRed(0.5),
+    ],
+    ids=repr,
 )
 def test_methods_that_need_each_client_are_refused(method: Method, tmp_path: Path) -> None:
     with pytest.raises(fv.BadInput, match="by itself, and a secure sum hides just that") as caught:

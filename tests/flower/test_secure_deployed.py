@@ -14,8 +14,7 @@ from test_deployment import setup_of, stored
 from test_secure import distance
 
 from fairvar.deploy.flower.secure import quantisation
-from fairvar.deploy.local import LocalTransport, local_clients
-from fairvar.deploy.run import federate
+from fairvar.deploy.run import LocalTransport, federate, local_clients
 from fairvar.runs.runner import federation_of
 
 pytestmark = pytest.mark.deployment
@@ -37,7 +36,7 @@ def test_sums_of_three_nodes(tmp_path: Path) -> None:
     finally:
         found.stop()
     run = stored(tmp_path / "runs")
-    assert run.history().birth["engine"] == "flower-secure"
+    assert run.history().provenance["engine"] == "flower-secure"
     assert run.manifest["birth"]["refused"] == {}
     setup = setup_of(found, options=options, **change)
     clients = local_clients(setup.agreed, federation_of(setup.config))

@@ -22,7 +22,7 @@ from expected import as_text, same_as_engines, stored
 
 import fairvar as fv
 from checks import METHODS
-from fairvar.deploy.flower.apps import new_app
+from fairvar.deploy.flower import new_app
 from fairvar.deploy.flower.setup import read_setup
 
 pytestmark = pytest.mark.deployment

@@ -14,7 +14,7 @@ from spy import spied, spy
 
 import fairvar as fv
 from fairvar.cli import main
-from fairvar.deploy.flower import apps
+from fairvar.deploy import flower as apps
 
 ROOT = Path(__file__).parents[2]
 # As Flower's programs do: they import telemetry first, then the app, and send when they start.

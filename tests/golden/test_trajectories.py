@@ -5,14 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 import fairvar as fv
 from checks import (
-    GOLDEN,
+    FURTHER_GOLDEN,
     PRINTED,
     SILO,
     follows_golden,
     follows_silo_golden,
+    golden_federation,
     quadratic_run,
     weights_by_round,
 )
@@ -31,10 +33,25 @@ METHODS = {
 NOT_POOLED = {"FairGrad*", "FairGrad", "QFFL"}
 PATHS = [
     (name, engine)
-    for name in GOLDEN
+    for name in METHODS
     for engine in ("reference", "pooled", "vmapped", "blocked", "linear")
     if engine != "pooled" or name not in NOT_POOLED
 ]
+
+
+FURTHER = {
+    "TERM": fv.TERM(1.0),
+    "TERM 7:3": fv.TERM(1.0, weights="size"),
+    "TERM 2": fv.TERM(2.0),
+    "TERM B": fv.TERM(1.0),
+    "PropFair 5": fv.PropFair(5.0),
+    "PropFair 1.7": fv.PropFair(1.7),
+    "PropFair 1.7 official": fv.PropFair(1.7, variant="official"),
+    "Superquantile 0.75": fv.Superquantile(0.75),
+    "Superquantile 0.5": fv.Superquantile(0.5),
+    "GIFAIR": fv.GIFAIR(0.4),  # λ = 0.2 = 0.4 · ½ / (2 − 1)
+    "Semi-VRed": fv.SemiVRed(0.25),
+}
 
 
 def close(found: torch.Tensor, expected: object, tolerance: float = PRINTED) -> None:
@@ -45,6 +62,61 @@ def close(found: torch.Tensor, expected: object, tolerance: float = PRINTED) -> 
 @pytest.mark.parametrize(("name", "engine"), PATHS)
 def test_quadratics(name: str, engine: str) -> None:
     follows_golden(name, engine)(METHODS[name])
+
+
+@pytest.mark.parametrize(
+    "engine", ["reference", "pooled", "vmapped", "blocked", "linear", "deployed"]
+)
+@pytest.mark.parametrize("name", FURTHER_GOLDEN)
+def test_quadratics_with_further_methods(name: str, engine: str) -> None:
+    follows_golden(name, engine)(FURTHER[name])
+
+
+@pytest.mark.parametrize("engine", ["reference", "pooled", "linear", "deployed"])
+@pytest.mark.parametrize("name", [name for name in FURTHER_GOLDEN if name.startswith("PropFair")])
+def test_propfair_with_losses_of_the_round(name: str, engine: str) -> None:
+    """One full step: the batch is all data."""
+    follows_golden(name, engine)(replace(FURTHER[name], losses="full"))
+
+
+@pytest.mark.parametrize("engine", ["reference", "vmapped", "linear"])
+def test_fedprox_by_hand(engine: str) -> None:
+    follows_golden("FedProx", engine, local_steps=2)(fv.FedProx(1.0))
+
+
+@pytest.mark.parametrize("engine", ["reference", "vmapped", "linear"])
+def test_momentum_by_hand(engine: str) -> None:
+    """Two steps of each client with momentum ½, v ← ½ v + ∇f_i, from x = (½, ½):
+    client 1: v = (−.5, 1), y = (.55, .4), v = ½ v + (−.45, .8) = (−.7, 1.3), y = (.62, .27);
+    client 2: v = (1.5, −1.5), y = (.35, .65), v = ½ v + (1.05, −1.35) = (1.8, −2.1) and
+    y = (.17, .86). The next round starts from v = 0: its first step is FedAvg's.
+    """
+    found = quadratic_run(
+        golden_federation(), fv.FedAvg(), (0.5, 0.5), 1, engine=engine, momentum=0.5, local_steps=2
+    )
+    close(found.state.params["weight"][0], [0.395, 0.565], 1e-14)
+    follows_golden("FedAvg", engine, momentum=0.5)(fv.FedAvg())
+
+
+@pytest.mark.parametrize("engine", ["reference", "pooled", "vmapped", "blocked"])
+def test_weight_decay_by_hand(engine: str) -> None:
+    """x − η (∇F + 0.2 x) with ∇F = (2 x₁ − ½, 1.5 x₂ − 1):
+    (.5, .5) − .1 ((.5, −.25) + (.1, .1)) = (.44, .515), and
+    (.44, .515) − .1 ((.38, −.2275) + (.088, .103)) = (.3932, .52745)."""
+    options: dict = {"engine": engine, "weight_decay": 0.2}
+    for rounds, expected in ((1, [0.44, 0.515]), (2, [0.3932, 0.52745])):
+        found = quadratic_run(golden_federation(), fv.FedAvg(), (0.5, 0.5), rounds, **options)
+        close(found.state.params["weight"][0], expected, 1e-14)
+
+
+@pytest.mark.parametrize("engine", ["reference", "pooled", "vmapped", "blocked", "linear"])
+def test_halved_learning_rate_by_hand(engine: str) -> None:
+    """η = 0.1, then 0.05: (.45, .525) − .05 (.4, −.2125) = (.43, .535625)."""
+    schedule = fv.LrSchedule("step", decay=0.5)
+    found = quadratic_run(
+        golden_federation(), fv.FedAvg(), (0.5, 0.5), 2, engine=engine, schedule=schedule
+    )
+    close(found.state.params["weight"][0], [0.43, 0.535625], 1e-14)
 
 
 @pytest.mark.parametrize("engine", ["reference", "pooled", "vmapped", "blocked", "linear"])
@@ -88,6 +160,50 @@ def test_afl_in_the_papers_order_by_hand() -> None:
 )
 def test_afl_weights(step: float, expected: list[float]) -> None:
     close(weights_by_round(fv.AFL(step=step), [[0.5, 1, 1.5, 2]])[0], expected, 1e-14)
+
+
+@pytest.mark.parametrize(
+    ("method", "losses", "expected"),
+    [
+        (fv.TERM(1.0), [0.875, 1.6], [0.3262929, 0.6737071]),
+        (fv.TERM(1.0), [1, 1.85, 3.7375], [0.05322557, 0.12452903, 0.8222454]),
+        (fv.Superquantile(0.5), [1, 2, 2, 2], [0, 1 / 3, 1 / 3, 1 / 3]),
+        (fv.Superquantile(0.25), [1, 2, 3, 4], [0, 0, 0, 1]),
+        (fv.Superquantile(0.625), [1, 2, 3, 4], [0, 0.2, 0.4, 0.4]),
+        (fv.GIFAIR(0.6), [1, 2, 2, 4], [0.1, 0.25, 0.25, 0.4]),  # λ = 0.05 = 0.6 · ¼ / 3
+        # F = 2, e = (0, 0, 0, 2), Σ r e = ½: ¼ (1 + ½ (e − ½))
+        (fv.SemiVRed(0.25), [1, 1, 2, 4], [3 / 16, 3 / 16, 3 / 16, 7 / 16]),
+    ],
+    ids=repr,
+)
+def test_weights_of_further_methods(
+    method: fv.Method, losses: list[float], expected: list[float]
+) -> None:
+    found = weights_by_round(method, [losses])[0]
+    close(found, expected, 1e-12 if len(losses) == 4 else PRINTED)
+
+
+@pytest.mark.parametrize(
+    ("share", "clients", "kept"), [(0.8, 100, 81), (0.1, 100, 11), (0.5, 2, 2), (0.25, 10, 3)]
+)
+def test_superquantile_filter_keeps_what_the_authors_code_keeps(
+    share: float, clients: int, kept: int
+) -> None:
+    """Losses from the ⌈n (1 − θ)⌉-th smallest on: one client more than n θ where that is whole."""
+    losses = torch.randperm(clients, generator=torch.Generator().manual_seed(1)).tolist()
+    weights = weights_by_round(fv.Superquantile(share, variant="filter"), [losses])[0]
+    close(weights, [1 / kept if f >= clients - kept else 0 for f in losses], 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("variant", "factor"), [("extension", (4.7619, 5)), ("official", (4.7619, 0.5882))]
+)
+def test_propfair_factor(variant: str, factor: tuple[float, float]) -> None:
+    own, shared = fv.PropFair(1.7, variant=variant).coefficients(
+        torch.tensor([1.49, 1.51], dtype=torch.float64), torch.tensor(0.0)
+    )
+    assert shared == 0
+    close(own, factor, 5e-5)
 
 
 @pytest.mark.parametrize(("variant", "cdf"), SILO)

@@ -253,6 +253,8 @@ def random_config(draw: random.Random) -> Config:
     method: dict[str, Any] = {"name": tag}
     if tag in ("fairloss", "fairgrad"):
         method |= {"strength": draw.choice([0.0, 0.1, 1, 1e9]), "exact": draw.random() < 0.5}
+    elif tag == "semivred":
+        method["strength"] = draw.choice([0.0, 0.1, 1, 1e9])
     elif tag == "qffl":
         method["q"] = draw.choice([0, 1.5, 2])
     elif tag == "aaggff":

@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "fairvar"
 # A package may import packages of earlier layers only.
 LAYERS: tuple[set[str], ...] = (
     {"_version", "errors", "rng", "tree"},
-    {"metrics", "objectives", "system", "validation"},
+    {"files", "metrics", "objectives", "process", "validation"},
     {"data", "methods", "models", "theory"},
     {"engine"},
     {"runs"},

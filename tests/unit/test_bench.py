@@ -14,7 +14,7 @@ import fairvar as fv
 from fairvar import cli
 from fairvar.engine.settings import TrainSettings
 from fairvar.engine.train import prepare
-from fairvar_bench import BenchSettings, contenders, flower, run_bench
+from fairvar_bench import BenchSettings, contenders, flower, many, run_bench
 from fairvar_bench import cases as cases_module
 from fairvar_bench.bare import Bare
 from fairvar_bench.cases import ALL, EPOCH_STEPS, METHODS, SIX, Case, cases
@@ -207,7 +207,7 @@ def test_peak_memory_sees_a_large_tensor() -> None:
         held = torch.ones(16 << 20)
         del held
     if memory.bytes is None:
-        pytest.skip("this system does not tell")
+        pytest.skip("this system cannot reset the peak of resident memory")
     assert 60e6 < memory.bytes < 90e6
 
 
@@ -470,3 +470,11 @@ def run_facts() -> dict:
         "device_type": "cpu", "precision": "full", "cores": 2, "threads": 1, "quick": True,
         "matmul_flops_per_second": 1e11, "load_before": 0.1, "load_after": 1.0,
     }  # fmt: skip
+
+
+def test_the_case_of_many_clients() -> None:
+    row = many.measure(120)
+    assert row["clients"] == 120
+    assert all(row[name] > 0 for name in (*many.SHOWN, "evaluation_s", "peak_mb"))
+    head, _, line = many.lines([row])
+    assert head.count("|") == line.count("|") == 6

@@ -24,9 +24,8 @@ from fairvar.cli import main
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.report.files import write_report
-from fairvar.runs.archive import ARCHIVE, LIST, extract, unpacked, write_list
-from fairvar.runs.batch import run_cell
-from fairvar.runs.condense import condense
+from fairvar.runs.archive import ARCHIVE, LIST, ArchiveList, condense, extract, unpacked, write_list
+from fairvar.runs.batch import arrange, run_cell
 from fairvar.runs.config import Config
 from fairvar.runs.identity import fingerprint, identity_of
 from fairvar.runs.plan import Plan
@@ -65,7 +64,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("sweep")
     for protocol in ("boxes", "tables"):
         plan = Plan.from_dict({**PLAN, "protocol": protocol})
-        run_sweep(plan.cells, out, lambda done, total, what: None)
+        run_sweep(arrange(plan.cells), out, lambda done, total, what: None)
     return out
 
 
@@ -194,7 +193,7 @@ def listed(folder: Path, content: bytes) -> None:
     """An archive with a list that fits it, but for the files in it: a seal is no signature."""
     folder.mkdir(exist_ok=True)
     (folder / ARCHIVE).write_bytes(content)
-    write_list(folder, hashlib.sha256(content).hexdigest(), len(content), {})
+    write_list(folder, ArchiveList.of(hashlib.sha256(content).hexdigest(), len(content), {}))
 
 
 @pytest.mark.parametrize("name", ["../escape/x", "/tmp/x", "a/b/c/d", "x", "a/.hidden", "ä/x",
@@ -323,7 +322,7 @@ def test_a_damaged_archive_or_list_is_found(small: Path, tmp_path: Path) -> None
     other = condense(gather(small), tmp_path / "other", everything=True).parent
     (tmp_path / ARCHIVE).write_bytes(content[ARCHIVE] + b"")
     facts = json.loads((other / LIST).read_bytes())
-    write_list(tmp_path, "0" * 64, facts["archive_bytes"], facts["files"])
+    write_list(tmp_path, ArchiveList.of("0" * 64, facts["archive_bytes"], facts["files"]))
     with pytest.raises(IntegrityError, match=r"not the archive that runs.json lists"):
         unpacked(tmp_path)
 
@@ -331,14 +330,15 @@ def test_a_damaged_archive_or_list_is_found(small: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("change", ["lost", "new", "other"])
 def test_a_list_must_fit_the_contents(change: str, small: Path, tmp_path: Path) -> None:
     shutil.copyfile(small / ARCHIVE, tmp_path / ARCHIVE)
-    sha256, size, files = extract(small / ARCHIVE, tmp_path / "place")
+    contents = extract(small / ARCHIVE, tmp_path / "place")
+    files = contents.files
     name = sorted(files)[3]
     if change == "other":
         files[name] = "0" * 64
     else:
         files = {k: v for k, v in files.items() if k != name} if change == "lost" else {
             **files, "new/file": "0" * 64}  # fmt: skip
-    write_list(tmp_path, sha256, size, files)
+    write_list(tmp_path, ArchiveList.of(contents.archive_sha256, contents.archive_bytes, files))
     with pytest.raises(IntegrityError, match=r"is not as runs.json lists it"):
         unpacked(tmp_path)
 
@@ -400,7 +400,7 @@ def test_a_changed_file_is_found(small: Path, tmp_path: Path, capsys) -> None:
             if entry.name.endswith("history.safetensors") and not changed:
                 content, changed = content[:-1] + bytes([content[-1] ^ 1]), True
             new.addfile(entry, io.BytesIO(content))
-    write_list(tmp_path, *extract(tmp_path / ARCHIVE, tmp_path / "place"))
+    write_list(tmp_path, extract(tmp_path / ARCHIVE, tmp_path / "place"))
     with pytest.raises(SystemExit) as end:
         main(["verify", str(tmp_path)])
     assert end.value.code == 4
@@ -420,7 +420,7 @@ def test_losses_of_clients_that_were_away_do_not_count(small: Path) -> None:
     history = run.history()
     away = history.loss.clone()
     away[:, 0] = torch.nan
-    assert compared(run, history, dataclasses.replace(history, loss=away)).loss == 0
+    assert compared(run, history, dataclasses.replace(history, participant_loss=away)).loss == 0
 
 
 def test_only_rounded_epochs_may_drift(tmp_path: Path) -> None:

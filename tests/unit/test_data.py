@@ -133,7 +133,7 @@ def assert_same_file(content: bytes, file: str) -> None:
 
 def test_mnist_1000_is_rebuilt_byte_for_byte(maker):
     if not maker.MNIST.is_dir():
-        pytest.skip("the original MNIST files are not beside the project")
+        pytest.skip("the original MNIST files are not in ../shared/data")
     assert_same_file(maker.mnist_1000(maker.MNIST), "mnist_1000.npz")
 
 

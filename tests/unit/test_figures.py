@@ -12,8 +12,8 @@ import pytest
 
 from fairvar.errors import BadInput
 from fairvar.metrics import fairness
-from fairvar.report import figures, pareto, style
-from fairvar.report.pareto import Point
+from fairvar.report import figures, style
+from fairvar.report.figures import Point
 from fairvar.report.table import mean_and_standard_error
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ DRAWN: dict[str, Callable[[], Figure]] = {
     "accuracies": lambda: figures.client_accuracies(
         {m: np.stack([p, p[::-1] / 2]) for m, p in accuracies().items()}
     ),
-    "front": lambda: pareto.front(points(), 6e-4),
+    "front": lambda: figures.front(points(), 6e-4),
     "partition": split,
     "curves": curves,
     "weights": weights,
@@ -129,14 +129,93 @@ def test_labels_of_the_front_do_not_overlap(spread: float) -> None:
         Point(m, *draw.normal((0.9, 9.5e-4), (0.01 * spread, 4e-5 * spread)), True)
         for m in METHODS[2:]
     ]
-    axes = pareto.front(far + near, 8.5e-4).axes[0]
+    axes = figures.front(far + near, 8.5e-4).axes[0]
     boxes = [Text.get_window_extent(t).extents for t in axes.texts]
     assert len(boxes) == 9
     for i, a in enumerate(boxes):
         assert (a[:2] >= axes.bbox.extents[:2] - 1).all()
         assert (a[2:] <= axes.bbox.extents[2:] + 1).all()
         for b in boxes[:i]:
-            assert pareto._overlap(a, b) <= 4
+            assert figures._overlap(a, b) <= 4
+
+
+NINETEEN = [
+    *METHODS, "TERM", "PropFair", "Superquantile", "GIFAIR", "Semi-VRed", "FedMGDA+", "FedFV",
+    "AdaFed", "Ditto", "FedEBA+", "FedProx",
+]  # fmt: skip
+
+
+def test_nineteen_methods_look_different() -> None:
+    styles = {label: style.style_of(label) for label in [*NINETEEN, "TERM*", "Semi-VRed*"]}
+    assert len({(s.colour, s.dashes) for s in styles.values()}) == len(styles)
+    assert len({(s.colour, s.marker) for s in styles.values()}) == len(styles)
+    assert all(styles[label].dashes != style.OWN for label in NINETEEN)
+    # published figures have these
+    assert [styles[label].colour for label in METHODS] == [
+        "#7f7f7f", "#009E73", "#56B4E9", "#CC79A7", "#0072B2", "#003e61", "#D55E00", "#753300"
+    ]  # fmt: skip
+
+
+def test_a_method_of_a_user_has_a_style_of_its_own() -> None:
+    """By its name only: the same in every process and beside any other methods."""
+    mine = style.style_of("Mine (τ = 1)")
+    # zlib.crc32(b"Mine") is 1 modulo 6 colours and 2 modulo 7 markers
+    assert mine == style.style_of("Mine") == style.LineStyle("#A05195", "h", style.OWN)
+    assert style.style_of("Mine*").dashes == style.EXACT
+    assert len({style.style_of(f"method{i}") for i in range(40)}) > 20
+
+
+def test_the_front_of_many_methods_has_a_legend_below() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.text import Text
+
+    draw = np.random.default_rng(5)
+    found = [Point(m, *draw.normal((0.9, 9.5e-4), (1e-3, 4e-6)), True, 1e-3) for m in NINETEEN]
+    figure = figures.front(found, 8.5e-4)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.texts] == NINETEEN
+    for mark, label in zip(legend.legend_handles, NINETEEN, strict=True):
+        kind = style.style_of(label)
+        assert (mark.get_color(), mark.get_marker()) == (kind.colour, kind.marker)
+    boxes = [Text.get_window_extent(t).extents for t in legend.texts]
+    for i, a in enumerate(boxes):
+        assert a[3] < figure.axes[0].bbox.y0
+        assert (a[:2] >= figure.bbox.extents[:2]).all()
+        assert (a[2:] <= figure.bbox.extents[2:]).all()
+        assert all(figures._overlap(a, b) == 0 for b in boxes[:i])
+    assert not figures.front(found[:8]).legends
+
+
+def test_figures_of_many_methods_are_higher() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.text import Text
+
+    # Curves that end at nearly the same height: only room for the names keeps them apart.
+    lines = {m: np.full(9, 0.9 + 1e-6 * i) for i, m in enumerate(NINETEEN)}
+    few = figures.learning_curves(np.arange(9), {m: lines[m] for m in METHODS})
+    many = figures.learning_curves(np.arange(9), lines)
+    assert many.get_figheight() > few.get_figheight() == 2.9
+    boxes = np.array([Text.get_window_extent(t).extents for t in many.axes[1].texts])
+    middles = np.sort((boxes[:, 1] + boxes[:, 3]) / 2) * 72 / many.dpi
+    assert np.diff(middles).min() > 7.5  # points; the letters have 7
+    panels = [figures.client_accuracies({m: [0.5, 0.6] for m in labels})
+              for labels in (METHODS, NINETEEN)]  # fmt: skip
+    assert [figure.get_figheight() for figure in panels] == pytest.approx([3.85, 8.95])
+    rows = dict.fromkeys(NINETEEN, (0.0, -1.0, 1.0))
+    assert figures.differences({"a": rows}, {"a": "points"}).get_figheight() > 4
+
+
+def test_pictures_of_many_methods_keep_their_colours(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    image = pytest.importorskip("PIL.Image")
+    lines = {m: np.full(9, 0.9 + 1e-3 * i) for i, m in enumerate(NINETEEN)}
+    figure = figures.learning_curves(np.arange(9), lines)
+    picture = image.open(style.save(figure, tmp_path, "a")[0]).convert("RGB")
+    there = np.array([colour for _, colour in picture.getcolors(1 << 24)])
+    for label in NINETEEN:
+        colour = style.style_of(label).colour
+        wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)])
+        assert np.abs(there - wanted).max(1).min() <= 8, label
 
 
 def test_names_of_curves_stay_apart() -> None:
@@ -203,8 +282,8 @@ def test_small_and_odd_inputs() -> None:
     pytest.importorskip("matplotlib")
     assert figures.client_accuracies({"a*": [0.5]})
     assert figures.client_accuracies({m: [0.5, 0.6] for m in METHODS[:5]})
-    assert pareto.front([Point("α = 0.1", 0.5, 0.0)])
-    assert pareto.front([Point("FedAvg", 0.5, 0.01, True, float("nan"))], float("nan"))
+    assert figures.front([Point("α = 0.1", 0.5, 0.0)])
+    assert figures.front([Point("FedAvg", 0.5, 0.01, True, float("nan"))], float("nan"))
     assert figures.partition([[1]])
     assert figures.learning_curves([1], {"FedAvg": [0.5]})
     assert figures.weights_over_rounds([[0.0]])
@@ -215,7 +294,7 @@ def test_small_and_odd_inputs() -> None:
     [
         lambda: figures.client_accuracies({}),
         lambda: figures.client_accuracies({"a": [[[0.5]]]}),
-        lambda: pareto.front([Point("a", float("nan"), 0.0)]),
+        lambda: figures.front([Point("a", float("nan"), 0.0)]),
         lambda: figures.partition([[-1]]),
         lambda: figures.partition([1, 2]),
         lambda: figures.learning_curves([1, 2], {"a": [0.5]}),

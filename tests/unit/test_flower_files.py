@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 import fairvar as fv
 from fairvar.cli import main
-from fairvar.deploy.flower.apps import new_app
+from fairvar.deploy.flower import new_app
 from fairvar.deploy.flower.keys import make_keys
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower_app"

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import fairvar as fv
-from fairvar.deploy.local import LocalTransport, local_clients
-from fairvar.deploy.run import Agreement, federate
-from fairvar.deploy.settings import FederationSettings
+from fairvar.deploy.client import Agreement
+from fairvar.deploy.guard import FederationSettings
+from fairvar.deploy.run import LocalTransport, federate, local_clients
 from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.train import Checkpoint

@@ -35,10 +35,9 @@ from test_sources import (  # the writers of the formats
 )
 
 from fairvar.data import load_federation, sources
-from fairvar.data.readers import archives, cifar
-from fairvar.data.readers.archives import open_tree
-from fairvar.data.readers.cifar import CIFAR10, CIFAR100, binary_batch, python_batch
-from fairvar.data.readers.idx import read_idx
+from fairvar.data import readers as archives
+from fairvar.data.readers import arrays, open_tree
+from fairvar.data.readers.arrays import CIFAR10, CIFAR100, binary_batch, python_batch, read_idx
 from fairvar.errors import BadInput, FairvarError, IntegrityError
 
 MOST_MEMORY, MOST_SECONDS = 100 << 20, 4.0
@@ -146,6 +145,28 @@ def test_neither_gz_nor_xz(tmp_path):
     file.write_bytes(b"BZh91AY")
     with refused("neither a gzip nor an xz file"):
         archives.read_compressed(file, 100)
+
+
+def test_nothing_may_follow_the_end_of_an_archive(tmp_path):
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w") as tar:
+        entry = tarfile.TarInfo("a")
+        entry.size = 1
+        tar.addfile(entry, io.BytesIO(b"x"))
+    content, file = plain.getvalue(), tmp_path / "some.tar"
+
+    def files() -> list[tuple[str, bytes]]:
+        return list(archives.tar_files(file, 1 << 20, 1 << 20, lambda member: True))
+
+    for pack in (gzip.compress, lzma.compress):
+        file.write_bytes(pack(content))
+        assert files() == [("a", b"x")]
+        file.write_bytes(pack(content + b"tail"))
+        with refused("something follows the end of its tar"):
+            files()
+    file.write_bytes(lzma.compress(content) + b"tail")
+    with refused("something follows its end"):
+        files()
 
 
 # --- CIFAR -----------------------------------------------------------------------------------
@@ -270,7 +291,7 @@ def test_pickles_that_would_fill_the_memory(monkeypatch):
     for code in (b"\x80\x02}r\xff\xff\xff\x7f.", b"\x80\x05\x96" + b"\xff" * 7 + b"\x00."):
         with refused("^f is refused"):
             python_batch("f", code, CIFAR10)
-    monkeypatch.setattr(cifar, "MOST_READS", 10_000)
+    monkeypatch.setattr(arrays, "MOST_READS", 10_000)
     with refused("it has more than 10000 parts"):
         python_batch("f", b"\x80\x02](" + b"K\x01" * 2_000_000 + b"e.", CIFAR10)
 

@@ -21,20 +21,19 @@ from msgspec.structs import replace
 from safetensors.torch import save
 
 from fairvar import cli
-from fairvar.data import cache, dataset_sha256, sources
+from fairvar.data import dataset_sha256, sources
 from fairvar.errors import BadInput, FairvarError, IntegrityError
 from fairvar.methods import METHODS, FedAvg, Method, register
 from fairvar.report.files import group_names, group_table
 from fairvar.report.result_tables import overviews
 from fairvar.runs import identity
-from fairvar.runs.batch import run_cell
-from fairvar.runs.condense import condense
+from fairvar.runs.archive import condense
+from fairvar.runs.batch import arrange, run_cell
 from fairvar.runs.config import Config
-from fairvar.runs.identity import Identity, fingerprint, identity_of, trial_key
+from fairvar.runs.identity import Identity, code_sha256, fingerprint, identity_of, trial_key
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather, stored_runs
 from fairvar.runs.runner import Watch, federation_of, model_of, run_folder
-from fairvar.runs.source_code import code_sha256
 from fairvar.runs.store import MANIFEST, seal
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.sweep import run_sweep
@@ -166,7 +165,7 @@ def test_data_that_cannot_be_read_show_no_old_result(kind, sweep, tmp_path, caps
 
 def test_a_data_set_is_read_once(tmp_path, monkeypatch):
     path = write_npz(tmp_path / "a.npz", 0)
-    monkeypatch.setattr(cache, "SETTLED", -60.0)  # files need not have been there for a while
+    monkeypatch.setattr(sources, "SETTLED", -60.0)  # files need not have been there for a while
     reads: list[str] = []
     real = sources.read_through_cache
     monkeypatch.setattr(sources, "read_through_cache",
@@ -193,7 +192,7 @@ def test_new_files_are_not_trusted(tmp_path, monkeypatch):
     dataset_sha256("npz", path)
     assert not (tmp_path / "cache").exists()
     later = time.time_ns() + 3 * 10**9
-    monkeypatch.setattr(cache.time, "time_ns", lambda: later)
+    monkeypatch.setattr(sources.time, "time_ns", lambda: later)
     dataset_sha256("npz", path)
     assert len(list((tmp_path / "cache" / "sha256").iterdir())) == 1
 
@@ -324,7 +323,7 @@ def test_code_that_cannot_be_read_is_refused():
 def two_seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("seeds")
     plan = Plan.from_dict({**DIGITS, "sweep": {"methods": ["fedavg"], "seeds": 2}})
-    run_sweep(plan.cells, out, quiet)
+    run_sweep(arrange(plan.cells), out, quiet)
     return out
 
 

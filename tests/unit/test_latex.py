@@ -7,7 +7,13 @@ import subprocess
 
 import pytest
 
-from fairvar.report import Column, Estimate, Row, Table, to_latex
+from fairvar.report.table import (
+    Column,
+    Estimate,
+    Row,
+    Table,
+    to_latex,
+)
 
 ENGINE = shutil.which("pdflatex") or shutil.which("lualatex") or shutil.which("xelatex")
 

@@ -25,7 +25,7 @@ def test_an_lstm_trains_with_a_warning():
     federation = fv.load_federation("digits", clients=4)
     with pytest.warns(UserWarning, match="one after another"):
         history = fv.train(Rows(), federation, fv.FairLoss(0.1), rounds=3, lr=0.5, batch_size=8)
-    assert history.birth["engine"] == "reference"
+    assert history.provenance["engine"] == "reference"
     assert history.diverged_at is None
     found = history.accuracy["test", "local"]
     assert torch.isfinite(found).all()

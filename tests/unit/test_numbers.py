@@ -22,7 +22,16 @@ METHODS: list[fv.Method] = [
     fv.FairGrad(0.1),
     *(fv.AAggFF(setting=s, variant=v)
       for s in ("cross_silo", "cross_device") for v in ("official", "paper")),
+    fv.TERM(1.0),
+    fv.PropFair(3.0),
+    fv.PropFair(3.0, variant="official"),
+    fv.Superquantile(0.5),
+    fv.Superquantile(0.5, variant="filter"),
+    fv.GIFAIR(0.5),
+    fv.SemiVRed(0.5),
 ]  # fmt: skip
+# The largest value of some fields; PropFair's eps is smaller than its base.
+LARGEST = {"share": 1.0, "eps": 0.3, ("gifair", "strength"): 0.9}
 
 
 def losses(rounds: int) -> torch.Tensor:
@@ -45,8 +54,9 @@ def server(method: fv.Method, memory: dict, loss: torch.Tensor) -> tuple:
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_runs_under_vmap_are_the_single_runs(method: fv.Method) -> None:
-    assert set(method.numbers) <= {"strength", "q", "step"}
-    numbers = dict.fromkeys(method.numbers, VALUES)
+    tag = type(method).__struct_config__.tag
+    largest = {k: LARGEST.get((tag, k), LARGEST.get(k, 3.0)) for k in method.numbers}
+    numbers = {k: VALUES / 3 * most for k, most in largest.items()}
     singles = [replace(method, **{k: float(v[r]) for k, v in numbers.items()}) for r in range(RUNS)]
     one = method.initial_memory(CLIENTS)
     together = {k: v.expand(RUNS, *v.shape) for k, v in one.items()}

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from fairvar.errors import BadInput
 from fairvar.metrics import fairness
-from fairvar.metrics.paired import Difference, Paired, compare, compare_rounds
 from fairvar.report.compare import Side, paired_dict, paired_table, versus
+from fairvar.report.paired import Difference, Paired, _draw, compare
 
 NUMBERS = ("accuracy", "variance", "corrected_variance", "worst_10_percent")
 
@@ -101,7 +101,7 @@ def test_the_noise_floor_is_that_of_fairness() -> None:
 
     expected = corrected(a) - corrected(b)
     assert compare(a, b, n).corrected_variance.value == pytest.approx(expected, abs=1e-14)
-    late = compare_rounds(a[None], b[None], n).corrected_variance
+    late = compare(a[None], b[None], n).corrected_variance
     assert late.value == pytest.approx(expected, abs=1e-14)
     np.testing.assert_allclose(late, compare(a, b, n).corrected_variance, atol=1e-14)
 
@@ -146,19 +146,28 @@ def test_intervals_contain_the_truth(truth: float) -> None:
     assert min(held.values()) >= 90, held
 
 
-def test_one_round_is_the_same_comparison() -> None:
-    """Drawn by counts there, by gathering here: the same draws, so the same intervals."""
+def test_counted_draws_are_gathered_draws() -> None:
+    """Resampled means are products with counts: the same as gathering what was drawn."""
     a, b, samples = table(3, 3), table(4, 3), np.arange(20) + 5
     a[1, 7] = np.nan
-    one, many_rounds = compare(a, b, samples), compare_rounds(a[None], b[None], samples)
-    for name in NUMBERS[:3]:
-        found, expected = getattr(many_rounds, name), getattr(one, name)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    left = np.delete(np.arange(20), 7)
+    rows, columns = _draw(3, 19, 2000, 0)
+
+    def gathered(p: np.ndarray) -> np.ndarray:
+        noise = p * (1 - p) / (samples[left] - 1)
+        drawn, noise = p[rows, columns], noise[rows, columns]
+        variance = drawn.var(2, ddof=1)
+        return np.stack([drawn.mean(2), variance, variance - noise.mean(2)]).mean(2)
+
+    expected = np.percentile(gathered(a[:, left]) - gathered(b[:, left]), [2.5, 97.5], axis=1)
+    for found in (compare(a, b, samples), compare(a[None], b[None], samples)):
+        for name, interval in zip(NUMBERS[:3], expected.T, strict=True):
+            np.testing.assert_allclose(getattr(found, name)[1:], interval, rtol=0, atol=1e-12)
 
 
 def test_rounds_are_averaged_within_each_draw() -> None:
     a, b = (np.stack([table(s + k, 2) for k in range(5)]) for s in (10, 20))
-    found = compare_rounds(a, b, many())
+    found = compare(a, b, many())
     each = [compare(x, y, many()) for x, y in zip(a, b, strict=True)]
     for name in NUMBERS[:3]:
         mean = np.mean([getattr(d, name).value for d in each])
@@ -171,7 +180,7 @@ def test_swings_of_single_rounds_cancel() -> None:
     swings = draw.normal(0, 0.05, (2, 40, 3, 20))
     a, b = b + 0.01 + swings[0], b + swings[1]
     assert not compare(a[0], b[0], many()).accuracy.clear
-    assert compare_rounds(a, b, many()).accuracy.clear
+    assert compare(a, b, many()).accuracy.clear
 
 
 def test_pairing_is_what_makes_a_small_effect_clear() -> None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from fairvar.metrics.paired import Difference
-from fairvar.report.compare import compared_with_fedavg
-from fairvar.report.paper import (
+from fairvar.report.compare import (
     ALIKE,
     CLAIMS,
     LESS,
     MORE,
     _verdict,
     claims_table,
+    compared_with_fedavg,
 )
+from fairvar.report.paired import Difference
 from fairvar.runs.results import gather
 
 UP, DOWN = Difference(1.0, 0.5, 1.5), Difference(-1.0, -1.5, -0.5)

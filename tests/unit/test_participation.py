@@ -57,7 +57,7 @@ def test_at_least_one_and_at_most_all(share: float) -> None:
 def test_the_mean_over_a_uniform_draw_is_unbiased() -> None:
     """Enumerated: the average of a over all draws of three is the mean over all clients."""
     loss = torch.tensor([0.3, 1.0, 4.0, 0.7, 2.5], dtype=torch.float64)
-    share = fv.FedAvg().share(torch.tensor([3, 9, 1]))
+    share = fv.FedAvg().plain_weights(torch.tensor([3, 9, 1]))
     found = [share @ loss[list(s)] for s in combinations(range(5), 3)]
     torch.testing.assert_close(torch.stack(found).mean(), loss.mean(), rtol=1e-14, atol=0)
 

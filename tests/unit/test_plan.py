@@ -26,12 +26,16 @@ BASE = {
 
 CHANGES = ["train.lr=0.3", "train.rounds=51", "train.seed=2", "train.batch_size=8",
            "train.dtype='float64'", "train.local_epochs=2", "train.clip_norm=1.0",
+           "train.weight_decay=0.1", "train.momentum=0.9", "train.schedule.name='cosine'",
+           "train.schedule={name='cosine', warm_up=5}", "train.schedule.warm_up=5",
+           "train.schedule={name='step', decay=0.5}",
            "train.engine='reference'", "train.precision='tf32'", "data.seed=1", "data.clients=11",
            "data.fraction=0.5", "data.name='mnist_1000'", "partition.name='iid'",
            "model.name='2nn'", "method.strength=0.6", "method.exact=true", "method.name='fedavg'",
            "evaluate.every=5", "evaluate.local=false", "protocol='tables'"]  # fmt: skip
 SAME = ["name='other'", "data.root='/elsewhere'", "train.device='cuda:1'", "train.chunk=3",
-        "train.capture=false", "select.t=0", "select.m=7", "select.unit='mixed'"]  # fmt: skip
+        "train.capture=false", "train.compile=true", "select.t=0", "select.m=7",
+        "select.unit='mixed'"]  # fmt: skip
 
 
 def changed(*overrides: str) -> Config:
@@ -172,6 +176,39 @@ def test_values_that_a_sweep_would_not_use_are_refused() -> None:
             Plan.from_dict({"sweep": lists})
 
 
+EXTENDED = ("term", "propfair", "superquantile", "gifair", "semivred", "fedmgda", "fedfv", "adafed",
+            "fedeba", "fedprox", "ditto")  # fmt: skip
+
+
+def test_sets_of_methods() -> None:
+    def names(*methods: str) -> tuple[str, ...]:
+        listed = {"sweep": {"methods": list(methods), "seeds": 1}} if methods else {}
+        given = {"method": {"semivred": {"strength": [0.1]}}} | listed.get("sweep", {})
+        return Plan.from_dict({"sweep": given}).settings.methods
+
+    assert names() == names("paper") == PAPER_METHODS
+    assert names("extended") == EXTENDED
+    assert names("all") == PAPER_METHODS + EXTENDED
+    assert names("term", "paper") == ("term", *PAPER_METHODS)
+    with pytest.raises(BadInput, match="has a value twice"):
+        names("term", "all")
+    with pytest.raises(BadInput, match="did you mean 'extended'"):
+        names("extend")
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10", "cifar100", "tiny_imagenet"])
+def test_the_papers_files_have_grids_for_all_methods(name: str) -> None:
+    """The paper's runs stay as they are, and come first."""
+    one = ["sweep.seeds=1", "sweep.alpha=[0.1]", "sweep.lr=[0.1]"]
+    paper = Plan.load(PAPER / f"{name}.toml", one).cells
+    every = Plan.load(PAPER / f"{name}.toml", [*one, 'sweep.methods=["all"]']).cells
+    assert [fingerprint(c) for c in every[: len(paper)]] == [fingerprint(c) for c in paper]
+    assert {type(c.method) for c in paper} == {METHODS[m.removesuffix("*")] for m in PAPER_METHODS}
+    count = Counter(type(c.method) for c in every[len(paper) :])
+    assert set(count) == {METHODS[m] for m in EXTENDED}
+    assert min(count.values()) >= 2
+
+
 def test_a_sweep_file_is_no_run(tmp_path: Path) -> None:
     path = tmp_path / "p.toml"
     for section in ("sweep", "scale"):
@@ -221,3 +258,20 @@ def test_shards_partition_the_cells() -> None:
         found = [cells[part::of] for part, of in shards]
         assert sorted(c for shard in found for c in shard) == cells
         assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("train.schedule='cosine'", ["train.schedule = 'cosine'", "must be a section"]),
+        ("train.schedule.name='cosin'", ["train.schedule.name", "did you mean 'cosine'?"]),
+        ("train.schedule={warmup=3}", ["train.schedule.warmup", "did you mean 'warm_up'?"]),
+        ("train.warm_up=3", ["train.warm_up", "did you mean train.schedule.warm_up?"]),
+        ("train.schedule={name='step'}", ["train.schedule", "give decay"]),
+        ("train.schedule={name='cosine', every=3}", ["train.schedule", "every belongs to"]),
+    ],
+)  # fmt: skip
+def test_bad_schedules_are_refused_in_one_line(text: str, words: list[str]) -> None:
+    with pytest.raises(BadInput) as caught:
+        changed(text)
+    assert all(word in str(caught.value) for word in words), str(caught.value)

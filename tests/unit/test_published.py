@@ -18,7 +18,7 @@ NAMES = [str(path.relative_to(ROOT / "results")) for path in RESULTS]
 
 
 def published(folder: Path) -> list[Path]:
-    """What git knows: reports of one's own may lie beside it."""
+    """Files that git tracks: other reports may be in the same folder."""
     told = subprocess.run(["git", "ls-files", "--", str(folder)], cwd=ROOT, capture_output=True,
                           text=True, check=True).stdout  # fmt: skip
     return [ROOT / line for line in told.splitlines()]
@@ -42,7 +42,7 @@ def test_the_published_report_comes_out_again(folder: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("folder", RESULTS, ids=NAMES)
 def test_every_archive_has_the_list_that_condense_would_write(folder: Path, tmp_path: Path) -> None:
-    write_list(tmp_path, *extract(folder / ARCHIVE, tmp_path))
+    write_list(tmp_path, extract(folder / ARCHIVE, tmp_path))
     assert (tmp_path / LIST).read_bytes() == (folder / LIST).read_bytes()
 
 

@@ -16,6 +16,7 @@ from fairvar.report import files
 from fairvar.report.compare import side, versus
 from fairvar.report.files import group_table, write_report
 from fairvar.report.result_tables import WHEN_UNDEFINED
+from fairvar.runs.batch import arrange
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather
 from fairvar.runs.sweep import run_sweep
@@ -44,7 +45,7 @@ def swept(out: Path, **changes: Any) -> Path:
     for section, keys in changes.items():
         new = section == "partition" or not isinstance(keys, dict)
         values[section] = keys if new else {**values.get(section, {}), **keys}
-    run_sweep(Plan.from_dict(values).cells, out, lambda done, total, what: None)
+    run_sweep(arrange(Plan.from_dict(values).cells), out, lambda done, total, what: None)
     return out
 
 
@@ -85,6 +86,52 @@ def test_without_own_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     line = refused(capsys, "compare", *(str(r.folder) for r in gather(folder)[0].trials[0].source),
                    "--model", "local")  # fmt: skip
     assert "no test accuracy of the local model" in line
+
+
+def test_personal_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A method that has them is about them, unless another model is asked for."""
+    sweep = {"methods": ["fedavg", "ditto"], "seeds": 2, "lr": [0.5]}
+    folder = swept(tmp_path / "runs", evaluate={"every": 1}, train={"rounds": 8}, sweep=sweep)
+    page = reported(folder)
+    assert "Ditto: chosen by the personal models (each client keeps its own), and reported" in page
+    (group,) = gather(folder)
+    fedavg, ditto = group_table(group).rows
+    histories = group.results[1].trial.histories
+    at = group.results[1].at
+
+    def mean(model: str) -> float:
+        return float(np.mean([100 * h.fairness("test", model, at).mean for h in histories]))
+
+    assert [group.results[i].reported("global") for i in (0, 1)] == ["global", "personal"]
+    assert ditto.cells["accuracy"].value == pytest.approx(mean("personal"))
+    assert ditto.cells["global_accuracy"].value == pytest.approx(mean("global"))
+    assert ditto.cells["other_accuracy"].value == pytest.approx(mean("local"))
+    assert not {"global_accuracy", "personal_accuracy"} & fedavg.cells.keys()
+    rows = list(csv.DictReader((folder / "report" / "clients.csv").read_text().splitlines()))
+    assert {bool(row["right_personal"]) for row in rows if row["method"] == "Ditto"} == {True}
+    assert {row["right_personal"] for row in rows if row["method"] == "FedAvg"} == {""}
+    late = (folder / "report" / "compared_with_fedavg.md").read_text()
+    assert "personal acc." in late
+    sides = [f"{folder}:{label}" for label in ("Ditto", "FedAvg")]
+    capsys.readouterr()
+    found = {}
+    for model in (None, "global"):
+        cli.main(["compare", *sides, "--json", *(["--model", model] if model else [])])
+        found[model] = json.loads(capsys.readouterr().out)
+    assert [f["model"] for f in found.values()] == ["personal (A) and global (B)", "global"]
+    differences = [f["accuracy"]["difference"] for f in found.values()]
+    base = fedavg.cells["accuracy"].value
+    assert differences == pytest.approx(
+        [(mean(model) - base) / 100 for model in ("personal", "global")]
+    )
+    line = refused(capsys, "compare", *sides, "--model", "personal")
+    assert "FedAvg: no test accuracy of the personal model" in line
+    cli.main(["report", str(folder), "--model", "global", "--out", str(tmp_path / "global")])
+    text = (tmp_path / "global" / "index.html").read_text()
+    assert "chosen by the personal models (each client keeps its own), and reported by the " in text
+    alone = swept(tmp_path / "alone", sweep={**sweep, "methods": ["ditto"]})
+    cli.main(["report", str(alone), "--model", "personal", "--out", str(tmp_path / "own")])
+    assert "the table is about the personal models" in (tmp_path / "own/index.html").read_text()
 
 
 def test_the_model_of_the_protocol_was_not_measured(tmp_path: Path) -> None:
@@ -234,6 +281,12 @@ def test_pictures_of_what_was_measured(tmp_path: Path) -> None:
     }.items():
         (group,) = gather(swept(tmp_path / name, **changes))
         kinds[name] = dict(files._figures(group))
+    (group,) = gather(
+        swept(tmp_path / "personal", sweep={"methods": ["fedavg", "ditto"], "lr": [0.5]})
+    )
+    drawn = dict(files._figures(group))
+    label = drawn["front"].axes[0].get_xlabel()
+    assert label == "mean test accuracy over clients (%), global model (Ditto: personal)"
     assert kinds["alone"].keys() == {"client_accuracies", "curves", "weights", "partition"}
     assert kinds["shared"].keys() == {*kinds["alone"], "front", "compared_with_fedavg"}
     titles = [axes.get_title("left") for axes in kinds["shared"]["compared_with_fedavg"].axes]

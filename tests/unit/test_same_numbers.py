@@ -17,19 +17,21 @@ import pytest
 from fairvar import cli
 from fairvar.metrics import DEFINITIONS, fairness
 from fairvar.report import files
-from fairvar.report.files import group_table
-from fairvar.report.result_figures import (
+from fairvar.report.files import (
     accuracy_figure,
     curves_figure,
     fedavg_figure,
     front_figure,
+    group_table,
     weights_figure,
 )
 from fairvar.report.result_tables import result_columns
 from fairvar.report.table import Estimate, Table
+from fairvar.runs.batch import arrange
 from fairvar.runs.plan import Plan
-from fairvar.runs.results import Group, gather
+from fairvar.runs.results import gather
 from fairvar.runs.sweep import run_sweep
+from fairvar.runs.trials import Group
 
 pytest.importorskip("matplotlib")
 
@@ -85,7 +87,7 @@ def no_pictures() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("numbers")
-    run_sweep(Plan.from_dict(PLAN).cells, out, lambda done, total, what: None)
+    run_sweep(arrange(Plan.from_dict(PLAN).cells), out, lambda done, total, what: None)
     cli.main(["report", str(out)])
     return out
 
@@ -250,7 +252,7 @@ def test_every_number_has_its_formula(folder: Path) -> None:
 
 def test_weights_of_the_page_are_at_evaluated_rounds(tmp_path: Path) -> None:
     plan = {**PLAN, "evaluate": {"every": 3}, "sweep": {**PLAN["sweep"], "alpha": [0.5]}}
-    run_sweep(Plan.from_dict(plan).cells, tmp_path, lambda done, total, what: None)
+    run_sweep(arrange(Plan.from_dict(plan).cells), tmp_path, lambda done, total, what: None)
     (group,) = gather(tmp_path)
     (afl,) = (r for r in group.results if r.label == "AFL")
     line, heat = weights_figure(afl).axes[:2]

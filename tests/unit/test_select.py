@@ -16,8 +16,8 @@ from fairvar.engine.history import History
 from fairvar.engine.train import train
 from fairvar.errors import BadInput
 from fairvar.methods import AFL, FairLoss, FedAvg, Method
-from fairvar.report.render import render
 from fairvar.report.result_tables import result_table
+from fairvar.report.table import render
 from fairvar.runs.select import Choice, Criterion, Curve, Validation, best
 from fairvar.runs.trials import Result, Trial, choose
 

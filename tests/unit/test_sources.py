@@ -32,8 +32,8 @@ from fairvar.data import (
     sources,
     verify,
 )
-from fairvar.data.dataset import stratified, subsample
-from fairvar.data.readers.cifar import CIFAR10, python_batch
+from fairvar.data.build import stratified, subsample
+from fairvar.data.readers.arrays import CIFAR10, python_batch
 from fairvar.errors import BadInput
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ Image = pytest.importorskip("PIL.Image")
 
 def real(folder: str) -> Path:
     if not (SHARED / folder).is_dir():
-        pytest.skip(f"shared/data/{folder} is not beside the project")
+        pytest.skip(f"../shared/data/{folder} is not there")
     return SHARED / folder
 
 
@@ -292,12 +292,10 @@ def test_npz_of_pixels(tmp_path, save):
 
 def test_pixels_are_scaled_as_the_embedded_ones():
     raw = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16)
-    out = np.empty(raw.shape, dtype=np.float32)
-    Scale((0.1307,), (0.3015,)).apply(raw, out)
+    out = Scale((0.1307,), (0.3015,)).apply(raw)
     assert np.array_equal(out.ravel(), ((raw / 255.0 - 0.1307) / 0.3015).astype(np.float32).ravel())
     colour = np.repeat(raw, 3, axis=1)
-    three = np.empty(colour.shape, dtype=np.float32)
-    Scale((0.1, 0.2, 0.3), (1.0, 2.0, 4.0)).apply(colour, three)
+    three = Scale((0.1, 0.2, 0.3), (1.0, 2.0, 4.0)).apply(colour)
     assert three[0, :, 0, 0] == pytest.approx([-0.1, -0.1, -0.075])
 
 
@@ -338,8 +336,7 @@ def test_a_scale_must_fit():
 def test_bytes_and_floats_give_the_same_federation():
     x, y = pixels(60, 3, 4), np.arange(60) % 3
     scale = Scale((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
-    floats = np.empty(x.shape, dtype=np.float32)
-    scale.apply(x, floats)
+    floats = scale.apply(x)
     late, early = Dataset("d", x, y, 3, scale=scale), Dataset("d", floats, y, 3)
     one, two = (build_federation(data, 4, Dirichlet(1.0, min_samples=3)) for data in (late, early))
     for part, split in one.splits.items():
@@ -474,7 +471,7 @@ def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch, c
 
 
 def test_the_cache_folder_follows_the_platform(monkeypatch, tmp_path):
-    from fairvar.data.cache import cache_dir
+    from fairvar.data.fetch import cache_dir
 
     monkeypatch.delenv("FAIRVAR_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -6,15 +6,18 @@ those of single runs, so that a sweep in groups must equal one without.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 from filelock import FileLock
 from msgspec.structs import replace
 
+from fairvar.cli import main
 from fairvar.engine.grid import Member
 from fairvar.engine.train import Checkpoint, run_rounds
 from fairvar.errors import BadInput
@@ -27,8 +30,7 @@ from fairvar.runs.plan import Plan
 from fairvar.runs.runner import Interrupted, Watch, missing, run_folder
 from fairvar.runs.store import MANIFEST, SLOTS, pack_files, unpack_files
 from fairvar.runs.stored import StoredRun
-from fairvar.runs.sweep import crowding, project, run_sweep, shard
-from fairvar.runs.workers import device_for
+from fairvar.runs.sweep import crowding, device_for, project, run_sweep
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper"
 ROUNDS = 6
@@ -60,8 +62,8 @@ class Lockstep:
         self.calls.append((len(members), first))
 
         def advance(i: int, rounds: int) -> Any:
-            def take(done: int, make: Callable[[], Checkpoint]) -> None:
-                at[i] = make()
+            def take(done: int, make: Callable[[], list[Checkpoint]]) -> None:
+                (at[i],) = make()
 
             m = members[i]
             settings = replace(m.settings, rounds=rounds)
@@ -149,7 +151,7 @@ def test_runs_with_some_clients_train_each_by_itself(tmp_path: Path):
     some = plan(train={"participants": 2}, sweep={"methods": ["afl"]})
     assert all(len(group) == 1 for group in arrange(some.cells))
     assert [len(group) for group in arrange(plan(sweep={"methods": ["afl"]}).cells)] == [4]
-    run_sweep(some.cells, tmp_path / "sweep", quiet)
+    run_sweep(arrange(some.cells), tmp_path / "sweep", quiet)
     for cell in some.cells:
         run_cell(cell, tmp_path / "single", Watch())
     found = contents(tmp_path / "sweep")
@@ -164,13 +166,23 @@ def test_each_by_itself_in_the_order_of_the_plan():
 
 @pytest.mark.usefixtures("all_fit")
 @pytest.mark.parametrize("parts", [2, 3, 7])
-def test_shards_are_whole_groups(parts: int, monkeypatch: pytest.MonkeyPatch):
+def test_shards_are_whole_groups(parts: int, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(groups, "MOST_TOGETHER", 3)
-    cells = plan(sweep={"seeds": 5}).cells
-    whole = arrange(cells)
-    shards = [shard(cells, part, parts) for part in range(parts)]
-    assert {group for part in shards for group in arrange(part)} == set(whole)
-    assert sum(map(len, shards)) == len(cells)
+    values = {**PLAN, "sweep": {**PLAN["sweep"], "seeds": 5}}
+    (tmp_path / "plan.toml").write_text(tomli_w.dumps(values))
+    shards = []
+    for part in range(parts):
+        main(
+            ["sweep", str(tmp_path / "plan.toml"), "--dry", "--json", "--shard", f"{part}/{parts}"]
+        )
+        shards.append([row["run"] for row in json.loads(capsys.readouterr().out)])
+    cells = Plan.from_dict(values).cells
+    for group in arrange(cells):
+        names = {fingerprint(cell)[:16] for cell in group}
+        assert [len(names & set(part)) for part in shards].count(len(names)) == 1
+    assert sorted(name for part in shards for name in part) == sorted(
+        fingerprint(cell)[:16] for cell in cells
+    )
 
 
 def test_the_engine_decides_what_pays(monkeypatch: pytest.MonkeyPatch):
@@ -196,13 +208,13 @@ def test_the_engine_decides_what_pays(monkeypatch: pytest.MonkeyPatch):
 # -- the same folders -----------------------------------------------------------------------------
 def test_a_sweep_in_groups_leaves_the_same_runs(engine, calm, tmp_path):
     shown: list[tuple[int, int, str]] = []
-    status = run_sweep(plan().cells, tmp_path, lambda *now: shown.append(now))
+    status = run_sweep(arrange(plan().cells), tmp_path, lambda *now: shown.append(now))
     assert (status.cells, status.done, status.elsewhere) == (8, 8, 0)
     assert engine.calls == [(4, 0), (4, 0)]
     assert contents(tmp_path) == calm
     assert shown[-1][:2] == (8, 8)
     assert not (tmp_path / ".groups").exists()
-    run_sweep(plan().cells, tmp_path, quiet)
+    run_sweep(arrange(plan().cells), tmp_path, quiet)
     assert len(engine.calls) == 2
 
 
@@ -211,7 +223,7 @@ def test_only_what_is_missing_is_computed(engine, calm, tmp_path):
     for cell in cells[:3]:  # two of FairLoss*, one of AFL
         run_cell(cell, tmp_path, Watch())
     before = {p: p.stat().st_mtime_ns for p in tmp_path.glob("*/*.*")}
-    run_sweep(cells, tmp_path, quiet)
+    run_sweep(arrange(cells), tmp_path, quiet)
     assert engine.calls == [(2, 0), (3, 0)]
     assert contents(tmp_path) == calm
     assert {p: p.stat().st_mtime_ns for p in before} == before
@@ -249,7 +261,7 @@ def test_an_interrupted_group_continues_as_a_whole(stored, engine, calm, tmp_pat
 
 @pytest.mark.parametrize("damage", ["none", "bits", "content", "other runs"])
 def test_death_between_two_stores(damage, engine, calm, tmp_path, monkeypatch):
-    """The rest is stored from what was trained; if that is damaged, it is trained again."""
+    """The rest is stored from the last checkpoint; if that is damaged, it is trained again."""
     group, real, count = arrange(plan().cells)[0], store.store_run, 0
 
     def dies(folder: Path, files: Any) -> None:
@@ -264,15 +276,16 @@ def test_death_between_two_stores(damage, engine, calm, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             run_group(group, tmp_path, Watch())
     assert len(missing(group, tmp_path)) == 2
-    (journal,) = tmp_path.glob(".groups/*/finished")
+    (last,) = tmp_path.glob(".groups/*/checkpoint-a")
     if damage == "bits":
-        journal.write_bytes(journal.read_bytes()[:-1])
+        last.write_bytes(last.read_bytes()[:-1])
     elif damage == "content":
-        store.write_hashed(journal, b'{"a": 1.5}\nx')
+        last.write_bytes(store.seal({"sizes": {"a": 1.5}, "sha256": {}}) + b"x")
     elif damage == "other runs":
-        store.write_hashed(journal, pack_files({"0" * 16: b"x"}))
+        store.write_checkpoint(last.parent, 0, {"0" * 16: b"x"})
     assert run_group(group, tmp_path, Watch())
-    assert engine.calls == [(4, 0)] + [(4, 0)] * (damage != "none")  # with whom they trained first
+    first = ROUNDS if damage == "none" else 0
+    assert engine.calls == [(4, 0), (4, first)]  # with whom they trained first
     assert contents(tmp_path).items() <= calm.items()
     assert not (tmp_path / ".groups").exists()
 
@@ -290,7 +303,7 @@ def test_a_run_that_another_holds_leaves_its_group_to_it(engine, calm, tmp_path)
     (tmp_path / ".locks").mkdir()
     with FileLock(tmp_path / ".locks" / run_folder(group[2], tmp_path).name):
         assert not run_group(group, tmp_path, Watch())
-        status = run_sweep(plan().cells, tmp_path, quiet)
+        status = run_sweep(arrange(plan().cells), tmp_path, quiet)
         assert (status.done, status.elsewhere) == (4, 4)
         assert missing(group, tmp_path) == list(group)
     assert engine.calls == [(4, 0)]
@@ -303,9 +316,9 @@ def test_what_is_left_of_other_plans_is_tidied_up(engine, tmp_path):
     cells = plan().cells
     with pytest.raises(Interrupted):
         run_group(arrange(cells)[0], tmp_path, stop_after(2))
-    run_sweep(cells[:2], tmp_path, quiet)
+    run_sweep(arrange(cells[:2]), tmp_path, quiet)
     assert (tmp_path / ".groups").exists()  # two of the four are still to come
-    run_sweep(cells, tmp_path, quiet, batch=False)
+    run_sweep(arrange(cells, batch=False), tmp_path, quiet)
     assert not (tmp_path / ".groups").exists()
 
 
@@ -313,7 +326,7 @@ def test_one_that_diverges_does_not_disturb_the_others(engine, calm, tmp_path):
     cells = plan(sweep={"lr": [0.1, 0.5, 1e9], "methods": ["fairloss*"]}, train={"rounds": 6}).cells
     with pytest.raises(Interrupted):
         run_group(arrange(cells)[0], tmp_path, stop_after(4))
-    run_sweep(cells, tmp_path, quiet)
+    run_sweep(arrange(cells), tmp_path, quiet)
     assert {k: v for k, v in contents(tmp_path).items() if k in calm}.items() <= calm.items()
     for cell in cells:
         found = StoredRun.open(run_folder(cell, tmp_path)).manifest
@@ -337,7 +350,7 @@ def test_bad_input_names_the_run_and_leaves_nothing(engine, tmp_path, monkeypatc
     monkeypatch.setattr(experiment, "train_grid", train)
     out = tmp_path / "out"
     with pytest.raises(BadInput, match=r"^FairLoss\*, strength 0.1, lr 0.5, seed 0: half is too m"):
-        run_sweep(cells, out, quiet)
+        run_sweep(arrange(cells), out, quiet)
     assert not out.exists()
 
 
@@ -346,7 +359,7 @@ def test_progress_counts_rounds_of_all_runs(engine, tmp_path, monkeypatch):
     shown: list[str] = []
     monkeypatch.setattr(sweep.Meter, "show", lambda self, force=False: shown.append(
         list(self.numbers)))  # fmt: skip
-    run_sweep(plan().cells, tmp_path, quiet)
+    run_sweep(arrange(plan().cells), tmp_path, quiet)
     total = 4 * ROUNDS
     assert shown[:2] == [[4, 4, total], [8, 8, total]]
     assert shown[-2:] == [[2 * total, total, total], [2 * total, 0, 0]]
@@ -370,12 +383,12 @@ def test_the_cost_is_that_of_groups(engine, tmp_path):
     """Each kind of group is timed once, with as many runs as are missing."""
     cells = plan(train={"rounds": 100}).cells
     run_cell(plan(train={"rounds": 100}).cells[0], tmp_path, Watch())
-    one = project(cells, tmp_path, 1)
+    one = project(arrange(cells), tmp_path, 1)
     assert engine.calls == [(3, 0), (4, 0)]
     assert one > 0
     assert project([], tmp_path, 1) == 0.0
     engine.calls.clear()
-    assert project(cells, tmp_path, 1, batch=False) > 0
+    assert project(arrange(cells, batch=False), tmp_path, 1) > 0
     assert engine.calls == []
 
 

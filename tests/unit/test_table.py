@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from fairvar.errors import BadInput
-from fairvar.report import (
+from fairvar.report.table import (
     Column,
     Estimate,
     Row,

@@ -68,6 +68,13 @@ def refused(*words: str, data: fv.Federation = DATA, **options: object) -> None:
         ({"local_epochs": -1}, ["train.local_epochs", ">= 1"]),
         ({"local_steps": 2, "local_epochs": 1}, ["local_steps", "local_epochs", "give one"]),
         ({"clip_norm": 0.0}, ["train.clip_norm", "> 0"]),
+        ({"weight_decay": -0.1}, ["train.weight_decay", ">= 0"]),
+        ({"momentum": 1.0}, ["train.momentum", "< 1"]),
+        ({"engine": "linear", "weight_decay": 0.1}, ["linear", "weight_decay", "auto"]),
+        (
+            {"engine": "blocked", "weight_decay": 0.1, "method": fv.QFFL(1.0)},
+            ["blocked", "norms of client updates and weight_decay", "auto"],
+        ),
         ({"chunk": 0}, ["train.chunk", ">= 1"]),
         ({"seed": -1}, ["train.seed", ">= 0"]),
         ({"evaluate_every": 0}, ["evaluate.every", ">= 1"]),
@@ -126,7 +133,8 @@ calls = [
     (fv.train, {"model": "multinomial", "federation": data, "method": fv.FedAvg(), "rounds": 1},
      ["lr", "batch_size", "local_steps", "local_epochs", "loss", "seed", "dtype", "device",
       "engine", "evaluate_every", "evaluate_splits", "evaluate_local", "clip_norm",
-      "participation", "participants", "chunk", "precision", "capture", "state", "progress"]),
+      "schedule", "weight_decay", "momentum", "participation", "participants", "chunk",
+      "precision", "capture", "state", "progress"]),
     (fv.Federation.from_arrays, {"train": [(x, y)]},
      ["valid", "test", "classes", "name", "provenance"]),
     (fv.load_federation, {"name": "digits", "clients": 3},
@@ -380,7 +388,7 @@ def test_the_collapsed_form_refuses_an_epoch_of_several_batches() -> None:
 def test_an_epoch_of_one_batch_is_one_step() -> None:
     one = fv.train("multinomial", DATA, fv.FedAvg(), rounds=2, local_epochs=1)
     step = fv.train("multinomial", DATA, fv.FedAvg(), rounds=2)
-    assert one.birth["engine"] == step.birth["engine"] == "linear"
+    assert one.provenance["engine"] == step.provenance["engine"] == "linear"
     assert torch.equal(one.loss, step.loss)
 
 

@@ -12,7 +12,7 @@ import fairvar as fv
 PROGRAM = """
 import sys
 sys.modules["flwr"] = None  # as if it were not installed
-import fairvar, fairvar.cli, fairvar.deploy.local, fairvar.deploy.flower
+import fairvar, fairvar.cli, fairvar.deploy.run, fairvar.deploy.flower
 try:
     fairvar.deploy.flower.{function}()
 except fairvar.BadInput as error:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from fairvar.system.signals import INTERRUPTED, command_signals, handled
+from fairvar.process import INTERRUPTED, command_signals, handled
 
 
 def main(arguments: Sequence[str] | None = None, commands: str = "fairvar.cli.commands") -> None:
@@ -28,14 +28,14 @@ def main(arguments: Sequence[str] | None = None, commands: str = "fairvar.cli.co
         except SystemExit:
             raise
         except BrokenPipeError:
-            _drop_output()  # the reader has ended, as in `fairvar theory | head`
+            _flush_or_drop()  # the reader has ended, as in `fairvar theory | head`
         except BaseException as error:
             # An interrupted import or callback may end in any error.
             message, code = (
                 ("interrupted", INTERRUPTED) if command.interrupted else _explained(error)
             )
             command.end(message)
-            _flush_or_drop_output()
+            _flush_or_drop()
             sys.exit(code)
 
 
@@ -59,7 +59,7 @@ def _parsed(arguments: list[str], commands: str) -> Callable[[], Any]:
         arguments, exit_on_error=False, print_error=False
     )
     if command.__module__.startswith("fairvar"):
-        import_module("fairvar.cli.library")
+        import_module("fairvar.cli.library")  # here, where a signal ends the command at once
     return lambda: command(*bound.args, **bound.kwargs)
 
 
@@ -73,16 +73,12 @@ def _prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _flush_or_drop_output() -> None:
+def _flush_or_drop() -> None:
+    """Output that cannot be written (a full disk) must not make Python complain at exit."""
     try:
         sys.stdout.flush()
-    except OSError:  # a full disk
-        _drop_output()
-
-
-def _drop_output() -> None:
-    """Keep Python from complaining at exit that the remaining output cannot be written."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _explained(error: BaseException) -> tuple[str, int]:

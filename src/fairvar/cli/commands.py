@@ -1,6 +1,230 @@
-"""All commands: importing their modules registers them."""
+"""All commands: those of `runs`, and here the ones that need no runs."""
 
-from fairvar.cli import data, describe, flower, results, train  # noqa: F401
-from fairvar.cli.common import app
+from __future__ import annotations
 
-__all__ = ["app"]
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from fairvar.cli import runs  # noqa: F401  (importing it registers its commands)
+from fairvar.cli.common import (
+    ConfigFile,
+    Days,
+    Json,
+    Nodes,
+    Out,
+    Overrides,
+    Scale,
+    app,
+    example_file,
+    lib,
+    print_json,
+    say,
+    show,
+    warn,
+)
+from fairvar.errors import BadInput
+
+
+@app.command
+def example(name: str = "quick") -> None:
+    """Print a configuration file to start from.
+
+    Example: fairvar example > quick.toml
+
+    Args:
+        name: "quick", a single run with every section; "demo", the sweep of `fairvar demo`; or a
+            sweep of the paper: mnist, cifar10, cifar100, tiny_imagenet.
+    """
+    with example_file(name) as path:
+        print(path.read_text(encoding="utf-8"), end="")
+
+
+@app.command
+def partition(
+    config: ConfigFile,
+    *overrides: Overrides,
+    scale: Scale = None,
+    out: Out = Path("fairvar-partition"),
+    json: Json = False,
+) -> None:
+    """Figure and heterogeneity numbers of a partition, before spending compute on it.
+
+    The sections [data] and [partition] are used. Of a file with a [sweep] section, every federation
+    of the sweep is drawn, and --json prints a list.
+
+    Example: fairvar partition quick.toml partition.alpha=0.5
+    """
+    several, settings = lib.plan.federations(config, overrides, scale)
+    lib.style.require_matplotlib()
+    drawn = {name: lib.runner.federation_of(each) for name, each in settings.items()}
+    for federation in drawn.values():
+        if federation.classes is None:
+            raise BadInput(f"{federation.name} has no classes: there is no partition to draw")
+    lib.store.check_writable(out)
+    files = []
+    for name, federation in drawn.items():
+        counts = lib.runner.class_counts(federation)
+        figure = lib.files.partition_figure(federation.name, counts, federation.provenance)
+        files += lib.style.save(figure, out, name)
+    if json:
+        passports = [dict(federation.provenance) for federation in drawn.values()]
+        return print_json(passports if several else passports[0])
+    for name, federation in drawn.items():
+        show(lib.passport_table(federation, name))
+    say("Written:", *(f"  {file}" for file in files))
+
+
+@app.command
+def theory(*, json: Json = False) -> None:
+    """The paper's theorems as numbers: each claim with both sides, tolerance and verdict.
+
+    For statements of the paper that are wrong, the counterexample is shown. Exit code 3 if a claim
+    fails.
+
+    Example: fairvar theory --json
+    """
+    found = lib.theory.claims()
+    if json:
+        print_json([asdict(c) for c in found])
+    else:
+        for part in lib.claims_text(found):
+            show(part)
+    failed = sum(not c.holds for c in found)
+    warn(f"{len(found) - failed} of {len(found)} claims hold")
+    if failed:
+        sys.exit(3)
+
+
+@app.command
+def methods(*, json: Json = False) -> None:
+    """All methods: when to use which, exchanges and bytes per round, what the server sees, options.
+
+    Example: fairvar methods
+    """
+    if json:
+        return print_json(lib.catalogue())
+    show(lib.when_table())
+    show(lib.methods_table())
+    show(lib.options_table())
+
+
+@app.command
+def doctor(*, json: Json = False) -> None:
+    """Versions, device, threads, determinism and disk: what to paste into a bug report.
+
+    Example: fairvar doctor
+    """
+    facts = lib.examine()
+    print_json(facts) if json else show(lib.facts_table(facts))
+
+
+# -- fairvar data ----------------------------------------------------------------------------------
+data = App(name="data", help="Data sets: what is available, where from, checksums.\n\n"
+           "Example: fairvar data fetch cifar10")  # fmt: skip
+app.command(data)
+
+
+@data.command(name="list")
+def data_list(*, json: Json = False) -> None:
+    """Every data set: what it is, whether it was found, where it comes from.
+
+    Example: fairvar data list
+    """
+    print_json(lib.data.describe()) if json else show(lib.datasets_table(lib.data.describe()))
+
+
+@data.command(name="fetch")
+def data_fetch(name: str, *, root: Path | None = None) -> None:
+    """Download a data set from its official address, checked against its SHA-256.
+
+    The same command continues an interrupted download.
+
+    Example: fairvar data fetch cifar10
+
+    Args:
+        name: as `fairvar data list` writes it.
+        root: folder to put it into; fairvar's cache by default.
+    """
+    with lib.progress(f"fetch {name}") as report:
+        folder = lib.fetch(
+            name, root, progress=lambda file, done, total: report(done, total or 0, file)
+        )
+    say(folder)
+
+
+@data.command(name="verify")
+def data_verify(name: str, *, root: Path | None = None, json: Json = False) -> None:
+    """Check a data set's files; exit code 4 if one is not what was published.
+
+    Example: fairvar data verify cifar10
+
+    Args:
+        name: as `fairvar data list` writes it.
+        root: folder to look in; FAIRVAR_DATA and fairvar's cache otherwise.
+    """
+    rows = lib.data.verify(name, root)
+    if json:
+        print_json([{"file": f, "ok": ok, "reason": why} for f, ok, why in rows])
+    else:
+        say(*(f"{'ok ' if ok else 'BAD'} {f}  {why}" for f, ok, why in rows))
+    if not all(ok for _, ok, _ in rows):
+        sys.exit(4)
+
+
+# -- fairvar flower --------------------------------------------------------------------------------
+flower = App(name="flower", help="Real federations on Flower: an app of your own, keys for nodes."
+             "\n\nExample: fairvar flower new my_app")  # fmt: skip
+app.command(flower)
+
+
+@flower.command(name="new")
+def flower_new(folder: Path) -> None:
+    """Write a Flower app that trains with fairvar; put your model into it.
+
+    Example: fairvar flower new my_app
+
+    Args:
+        folder: where to; its last part names the app.
+    """
+    from fairvar.deploy.flower import new_app
+
+    say(*new_app(folder))
+
+
+@flower.command(name="keys")
+def flower_keys(folder: Path, *, nodes: Nodes, host: list[str], days: Days = 365) -> None:
+    """Make a certificate authority, the server's certificate and a key pair for every node.
+
+    Example: fairvar flower keys keys --nodes 3 --host fl.example.org
+
+    Args:
+        folder: where to; keys are never overwritten.
+        nodes: how many nodes will take part.
+        host: a name or address of the server, as nodes write it; may be given several times.
+        days: how long the certificates are good.
+    """
+    from fairvar.deploy.flower import require_flower
+
+    require_flower()
+    from fairvar.deploy.flower.keys import make_keys
+
+    say(*make_keys(folder, nodes, host, days))
+
+
+@flower.command(name="run")
+def flower_run(app: Path, *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
+    """Train a Flower app: `flwr run`, with Flower's telemetry and update check switched off.
+
+    Example: fairvar flower run my_app --stream
+
+    Args:
+        app: the app's folder.
+        arguments: go to `flwr run`, such as a federation's name, --stream or -c "rounds=10".
+    """
+    from fairvar.deploy.flower import run_app
+
+    run_app(app, arguments)

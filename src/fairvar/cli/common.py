@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,9 +31,22 @@ from fairvar._version import __version__
 from fairvar.errors import plain, shown, suggestion, unknown
 
 if TYPE_CHECKING:
+    from fairvar.cli import library
     from fairvar.runs.config import Config
     from fairvar.runs.results import Rule
     from fairvar.runs.select import Criterion
+
+    lib = library
+else:
+
+    class _Library:
+        """What the commands call, imported when the first of its names is used: help texts and
+        usage errors need not wait for torch."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(import_module("fairvar.cli.library"), name)
+
+    lib = _Library()
 
 app = App(
     name="fairvar",
@@ -55,6 +69,12 @@ ConfigFile = Annotated[Path, Parameter(help="TOML file; `fairvar example` prints
 Overrides = Annotated[str, Parameter(help="key=value pairs that change it, such as train.lr=0.5")]
 Scale = Annotated[
     str | None, Parameter(help="use the file's [scale.NAME] overrides, such as small")
+]
+Methods = Annotated[
+    str | None,
+    Parameter(
+        help="paper (the eight), extended (all further ones), all, or names such as term,afl"
+    ),
 ]
 Dry = Annotated[bool, Parameter(negative="", help="check and print what would be done, and stop")]
 
@@ -79,14 +99,19 @@ Days = Annotated[int, _from(1, 36_500)]
 PositiveFloat = Annotated[float, Parameter(validator=Number(gt=0, lte=1e9))]
 
 
-def show_report(tables: Any, files: Any, json: bool) -> None:
-    from fairvar.cli import library as lib
+def method_override(methods: str | None) -> tuple[str, ...]:
+    """`--methods term,afl` as an override of a sweep."""
+    if methods is None:
+        return ()
+    return (f"sweep.methods={jsonlib.dumps([name.strip() for name in methods.split(',')])}",)
 
+
+def show_report(tables: Any, files: Any, json: bool) -> None:
     if json:
         return print_json([_table_dict(table) for table in tables])
     for table in tables:
         # The columns are explained once, under the last table.
-        show(lib.to_rich(lib.shorten(table, explain=table is tables[-1])))
+        show(lib.to_rich(lib.result_tables.shorten(table, explain=table is tables[-1])))
         say("")
     page = next(f for f in files if f.name == "index.html")
     say(f"{len(files)} files in {page.parent}; open {page} in a browser")
@@ -109,13 +134,12 @@ class Selection:
 
     def rule(self, model: str | None = None) -> Rule:
         """By the model that a run's protocol is about, unless one is named."""
-        from fairvar.cli import library as lib
 
         def rule(config: Config) -> Criterion:
             chosen: Any = model or config.select.model
-            return lib.Criterion(t=self.t, m=self.m, unit=self.unit, model=chosen)  # type: ignore[arg-type]
+            return lib.select.Criterion(t=self.t, m=self.m, unit=self.unit, model=chosen)  # type: ignore[arg-type]
 
-        rule(lib.Config())  # bad options are refused before anything is read
+        rule(lib.config.Config())  # bad options are refused before anything is read
         return rule
 
 
@@ -178,15 +202,11 @@ def _finite(value: Any) -> Any:
 
 
 def _table_dict(table: Any) -> dict[str, Any]:
-    from fairvar.cli import library as lib
-
-    def plain_cell(cell: Any) -> Any:
-        if isinstance(cell, lib.Estimate):
-            return {"value": cell.value, "standard_error": cell.standard_error}
-        return cell
-
-    rows = [{"method": row.label, **{k: plain_cell(c) for k, c in row.cells.items()}}
-            for row in table.rows]  # fmt: skip
+    rows = [{"method": row.label, **row.cells} for row in table.rows]
+    for row in rows:
+        for key, cell in row.items():
+            if isinstance(cell, lib.Estimate):
+                row[key] = {"value": cell.value, "standard_error": cell.standard_error}
     return {"title": table.title, "rows": rows, "notes": list(table.notes)}
 
 

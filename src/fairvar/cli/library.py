@@ -1,51 +1,239 @@
-"""What the commands call. It is imported after the arguments are parsed: importing torch takes
-seconds, which help texts and usage errors need not wait for."""
+"""What the commands call, and the tables that they print. It is imported after the arguments are
+parsed (`common.lib`)."""
 
 # mypy: implicit-reexport
 # ruff: noqa: F401
 
-from fairvar.cli.doctor import examine
-from fairvar.data import describe as describe_data
-from fairvar.data import verify as verify_data
+import importlib.metadata
+import math
+import platform
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from fairvar import data, theory
+from fairvar._version import __version__
+from fairvar.data.federation import Federation
 from fairvar.data.fetch import fetch
+from fairvar.engine.train import train
+from fairvar.methods import FairGrad
 from fairvar.methods.catalogue import catalogue
 from fairvar.methods.plugin import load_plugin
-from fairvar.report import Estimate, to_rich
-from fairvar.report.compare import paired_dict, paired_table, side, versus
-from fairvar.report.files import write_report
-from fairvar.report.result_figures import partition_figure
-from fairvar.report.result_tables import shorten
-from fairvar.report.style import require_matplotlib
-from fairvar.report.style import save as save_figure
-from fairvar.report.terminal import (
-    agreement_table,
-    claims_text,
-    datasets_table,
-    facts_table,
-    methods_table,
-    options_table,
-    passport_table,
-    run_table,
-)
-from fairvar.runs.batch import run_cell
-from fairvar.runs.condense import condense
-from fairvar.runs.config import Config
-from fairvar.runs.identity import fingerprint, forget_files
-from fairvar.runs.plan import Plan, differences, federations
-from fairvar.runs.results import gather, stored_runs
-from fairvar.runs.runner import Watch, class_counts, federation_of, missing, run_folder, start_note
-from fairvar.runs.select import Criterion
-from fairvar.runs.store import check_writable, is_complete, verify
-from fairvar.runs.sweep import (
-    crowding,
-    parse_budget,
-    parse_shard,
-    project,
-    run_on_ray,
-    run_sweep,
-    shard,
-)
-from fairvar.runs.verify import check_files, draw, rerun, seal_archive
-from fairvar.system.progress import progress
-from fairvar.system.signals import stop_signals
-from fairvar.theory import claims
+from fairvar.process import progress, stop_signals
+from fairvar.report import compare, files, result_tables, style
+from fairvar.report.table import UNDEFINED, Estimate, to_rich
+from fairvar.runs import archive, batch, config, identity, plan, results, runner, select, store
+
+from fairvar.runs import cluster, stored, sweep, verify  # isort: skip
+from fairvar.theory import Claim
+
+PACKAGES = ("torch", "numpy", "msgspec", "safetensors", "matplotlib", "flwr", "ray")
+THEOREMS = {
+    "T1": "q-FFL against the loss variance",
+    "T2": "when fair and plain stationary points coincide",
+    "T3": "when they differ",
+    "T4": "a perturbation that moves them apart",
+    "T5": "the variance falls as the strength grows",
+    "T6": "approximate against exact algorithms",
+    "": "identities behind the methods and the engine",
+}
+
+
+def examine() -> dict[str, Any]:
+    """Facts about the installation, for bug reports."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    first, second = (_small_run("auto", torch.float32) for _ in range(2))
+    engine, reference = (_small_run(name, torch.float64) for name in ("auto", "reference"))
+    gap = float((engine - reference).abs().max())
+    return {
+        "fairvar": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        **versions,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "two runs give identical bytes": torch.equal(first, second),
+        "engine agrees with the reference": f"{'yes' if gap < 1e-10 else 'NO'}, "
+        f"largest difference {gap:.1e}",
+        "free disk here": f"{shutil.disk_usage('.').free / 2**30:.1f} GiB",
+        "telemetry": "none",
+    }
+
+
+def _small_run(engine: str, dtype: torch.dtype) -> torch.Tensor:
+    federation, method = data.load_federation("logistic", clients=10), FairGrad(strength=0.1)
+    history = train("multinomial", federation, method, 3, engine=engine, dtype=dtype)
+    return torch.cat([leaf.flatten() for leaf in history.state.params.values()])
+
+
+# -- tables ----------------------------------------------------------------------------------------
+def _table(
+    title: str,
+    heads: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    caption: str | None = None,
+    **options: Any,
+) -> Table:
+    """`options`: of the columns after the first."""
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    for place, head in enumerate(heads):
+        table.add_column(head, **(options if place else {"overflow": "fold"}))
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def facts_table(facts: Mapping[str, Any], title: str | None = None) -> Table:
+    table = Table(show_header=False, box=None, title=title, title_justify="left")
+    for name, value in facts.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def run_table(folder: Path, manifest: Mapping[str, Any]) -> Table:
+    """One row per evaluated split and model of a run."""
+    diverged, birth = manifest["diverged_at"], manifest["birth"]
+    state = "" if diverged is None else f", diverged in round {diverged}"
+    peak = f", peak memory {birth['peak_megabytes']} MB" if birth.get("peak_megabytes") else ""
+    cost = f"{birth.get('seconds', 0):.1f} s on {birth.get('device')} ({birth.get('engine')}){peak}"
+    columns = {"mean": 2, "variance_over_clients": 3, "noise_floor": 3, "corrected_variance": 3,
+               "worst_10_percent": 2}  # fmt: skip
+
+    def shown(value: float, digits: int) -> str:
+        return f"{100 * value:z.{digits}f}" if math.isfinite(value) else UNDEFINED
+
+    return _table(
+        f"{manifest['method']}: {manifest['rounds']} rounds{state}",
+        ("split/model", "accuracy %", "variance", "noise floor", "corrected", "worst 10 %"),
+        [
+            (name, *(shown(scores[key], digits) for key, digits in columns.items()))
+            for name, scores in sorted(manifest["result"].items())
+        ],
+        f"variances over clients in fraction² × 100; {cost}; stored in {folder}",
+        justify="right",
+    )
+
+
+def agreement_table(found: Sequence[verify.Agreement], seed: int) -> Table:
+    """Stored runs compared with their first rounds, run again."""
+
+    def row(each: verify.Agreement) -> Sequence[object]:
+        facts, allowed = each.to_dict(), verify.tolerance(each.run.config)
+        alpha = "" if facts["alpha"] is None else f"alpha {facts['alpha']:g}, "
+        name = f"{facts['method']}, {facts['protocol']}, {alpha}lr {facts['lr']:g}"
+        gaps = (f"{100 * each.accuracy:.3f}", f"{each.answers:.2%}", f"{each.loss:.2%}")
+        return (f"{name}, seed {facts['seed']}", facts["made_on"], each.rounds, *gaps, allowed,
+                "agrees" if each.holds else "DIFFERS")  # fmt: skip
+
+    return _table(
+        f"Run again on this machine, drawn with seed {seed}",
+        ("run", "made on", "rounds", "accuracy", "answers", "loss", "allowed", ""),
+        map(row, found),
+        "largest differences: mean accuracy over clients (points), share of all answers, training "
+        "loss of a client; allowed: of accuracy and loss",
+        justify="right",
+    )
+
+
+def passport_table(federation: Federation, title: str = "partition") -> Table:
+    """Where a partition came from and how uneven it is."""
+    passport, sizes = dict(federation.provenance), federation.sizes
+    facts: dict[str, Any] = {
+        "data set": passport.get("dataset", federation.name),
+        "clients": federation.clients,
+        "training samples": f"min {int(sizes.min())}, median {int(sizes.median())}, "
+        f"max {int(sizes.max())}, total {int(sizes.sum())}",
+        "samples in all": ", ".join(
+            f"{name} {int(split.counts.sum())}" for name, split in federation.splits.items()
+        ),
+    }
+    for key in ("mean_total_variation", "effective_classes", "majority_share"):
+        if key in passport:
+            facts[key.replace("_", " ")] = f"{passport[key]:.3f}"
+    for key in ("attempts", "moved", "sha256"):
+        if key in passport:
+            facts[{"moved": "samples moved to reach the minimum"}.get(key, key)] = passport[key]
+    return facts_table(facts, title.capitalize())
+
+
+def when_table() -> Table:
+    """Which method for which purpose, in one line each."""
+    table = Table(title="When to use which", title_justify="left", box=None, caption_justify="left")
+    table.add_column("method", style="bold")
+    table.add_column("when", overflow="fold")
+    for entry in catalogue():
+        if not entry["label"].endswith("*"):
+            table.add_row(entry["label"], entry["when"])
+    table.caption = (
+        "A star marks exact variants: one more exchange per round. docs/methods compares them."
+    )
+    return table
+
+
+def methods_table() -> Table:
+    return _table(
+        "Methods: what a client and the server exchange in one round",
+        ("method", "exchanges", "down", "up", "reveals", "sums"),
+        [
+            (m["label"], m["exchanges"], m["down"], m["up"], ", ".join(m["reveals"]),
+             "yes" if m["sums_suffice"] else "no")
+            for m in catalogue()
+        ],
+        "d: floats of the model, s: one scalar. sums: the server needs only sums over clients, so "
+        "that secure aggregation is possible.",
+        overflow="fold",
+    )  # fmt: skip
+
+
+def options_table() -> Table:
+    """How each method is written in a configuration: its name and its options with defaults."""
+    table = Table(title="[method] in a configuration", title_justify="left", box=None)
+    table.add_column("name", style="bold")
+    table.add_column("option = default", overflow="fold")
+    for name, options in {entry["name"]: entry["options"] for entry in catalogue()}.items():
+        table.add_row(name, ", ".join(f"{k} = {v}" for k, v in options.items()))
+    return table
+
+
+def datasets_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    heads = ("name", "what", "found", "licence")
+    return _table(
+        "Data sets", heads, ([row[key] for key in heads] for row in rows), overflow="fold"
+    )
+
+
+def claims_text(claims: Sequence[Claim]) -> Iterator[Table | Text]:
+    """Every claim with both sides, tolerance and verdict, by theorem."""
+    for theorem, title in THEOREMS.items():
+        yield Text.assemble("\n", (theorem or "Also", "bold"), f"  {title}")
+        grid = Table.grid(padding=(0, 1))
+        grid.add_column(style="bold")
+        grid.add_column(overflow="fold")
+        for claim in claims:
+            if (claim.name[:2] if claim.name[:2] in THEOREMS else "") == theorem:
+                grid.add_row(_verdict(claim), _sentence(claim))
+        yield grid
+
+
+def _verdict(claim: Claim) -> str:
+    """A counterexample to the paper's printed form holds by refuting it."""
+    if not claim.holds:
+        return "FAILS"
+    return "refutes" if "paper" in claim.relation else "holds"
+
+
+def _sentence(claim: Claim) -> str:
+    many = f", worst of {claim.comparisons}" if claim.comparisons > 1 else ""
+    note = f"\n({claim.note})" if claim.note else ""
+    sides = f"{claim.lhs:.7g} {claim.relation} {claim.rhs:.7g}"
+    return f"{claim.name}: {claim.statement}\n{sides}   tolerance {claim.tolerance:.0e}{many}{note}"

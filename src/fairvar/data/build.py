@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args
@@ -14,8 +15,7 @@ from jaxtyping import Float, Int64, Integer
 
 from fairvar import rng
 from fairvar.data import builtin, sources
-from fairvar.data.dataset import Dataset, check_part, largest_remainders, subsample
-from fairvar.data.federation import SPLITS, Federation, Split
+from fairvar.data.federation import SPLITS, Dataset, Federation, Split
 from fairvar.data.partition import Assignment, Dirichlet, Natural, Partition, statistics_of
 from fairvar.errors import BadInput, shown, unknown
 
@@ -23,6 +23,7 @@ Holdout = Literal["auto", "split", "pool"]
 Rows = list[np.ndarray]  # sample indices per client
 
 DEFAULT_SPLIT = (0.8, 0.1, 0.1)
+DATA_SEED = 0  # which images take part is a fact about the data, not about the run
 
 # (clients, seed) → data. A `Dataset` is still to be dealt to clients, a `Federation` comes dealt.
 DATASETS: dict[str, Callable[[int, int], Dataset | Federation]] = {
@@ -36,18 +37,18 @@ DATASETS: dict[str, Callable[[int, int], Dataset | Federation]] = {
 DATASET_NAMES = (*DATASETS, *sources.SOURCES)
 
 
-def dataset_sha256(name: str, root: str | Path | None = None) -> str | None:
+def _is_file_set(name: str, root: sources.Root) -> bool:
+    if name not in sources.SOURCES and root is not None:
+        raise BadInput(f"{name} is part of the package; leave root out")
+    return name in sources.SOURCES
+
+
+def dataset_sha256(name: str, root: sources.Root = None) -> str | None:
     """Which data a name stands for here, by its SHA-256; None where they are made from the
     settings. The files must be there, and are read only if they are new or have changed."""
-    if name in sources.SOURCES:
+    if _is_file_set(name, root):
         return sources.sha256_of(name, root)
-    _check_no_root(name, root)
     return builtin.SHA256.get(f"{name}.npz")
-
-
-def _check_no_root(name: str, root: str | Path | None) -> None:
-    if root is not None:
-        raise BadInput(f"{name} is part of the package; leave root out")
 
 
 def load_federation(
@@ -79,10 +80,9 @@ def load_federation(
         raise BadInput(f"root = {shown(root)}: give the path of a folder or file")
     _check_request(clients, partition, seed, split, holdout, pool_samples, fraction, samples)
     data: Dataset | Federation
-    if name in sources.SOURCES:
+    if _is_file_set(name, root):
         data = sources.load(name, root, pool=holdout == "pool")
     else:
-        _check_no_root(name, root)
         data = DATASETS[name](clients, seed)
     if isinstance(data, Dataset):
         return build_federation(
@@ -119,13 +119,12 @@ def build_federation(
     dataset = subsample(dataset, fraction, samples)
     if holdout == "auto":
         holdout = "split" if dataset.pool_x is None else "pool"
-    shares = _checked_split(split)
     draw = rng.stream(seed, "partition", dataset.name)
     assignment = partition.assign(dataset.y, clients, draw, dataset.groups)
     if holdout == "pool":
         rows = _from_pool(dataset, assignment, seed, pool_samples)
     else:
-        rows = _from_split(assignment, seed, shares)
+        rows = _from_split(assignment, seed, split)
     scale = dataset.scale
     drawn = {
         "dataset": dataset.name,
@@ -137,15 +136,17 @@ def build_federation(
         "partition": msgspec.to_builtins(partition),
         "seed": seed,
         "holdout": holdout,
-        "split": list(shares) if holdout == "split" else None,
+        "split": list(split) if holdout == "split" else None,
         "pool_samples": pool_samples if holdout == "pool" else None,
         "split_sizes": {part: [len(r) for r in of] for part, of in rows.items()},
     }
     facts = {**statistics_of(dataset.y, assignment), **drawn}
-    splits: dict[str, Any] = {
-        part: _laid_out(dataset, of, holdout == "pool" and part != "train")
-        for part, of in rows.items()
-    }
+    splits: dict[str, Any] = {}
+    for part, of in rows.items():
+        # Gathered straight into their place; `Dataset` has checked values and labels.
+        x, y = dataset.gather(np.concatenate(of), holdout == "pool" and part != "train")
+        counts = torch.tensor([len(r) for r in of], dtype=torch.int64)
+        splits[part] = Split(torch.from_numpy(x), torch.from_numpy(y), counts)
     return Federation(**splits, classes=dataset.classes, name=dataset.name, provenance=facts)
 
 
@@ -153,38 +154,32 @@ PARTITION = "give an object such as Dirichlet(alpha=0.1), Shards(), IID() or Nat
 
 
 def _check_request(
-    clients: object, partition: object, seed: object, split: object, holdout: object,
-    pool_samples: object, fraction: object, samples: object,
+    clients: Any, partition: object, seed: Any, split: Any, holdout: object,
+    pool_samples: Any, fraction: Any, samples: Any,
 ) -> None:  # fmt: skip
     """Everything that can be checked before the data are read."""
-    for name, value, least in (
-        ("clients", clients, 1), ("seed", seed, 0), ("pool_samples", pool_samples, 1),
-        ("samples", samples, 1),
-    ):  # fmt: skip
-        optional = name == "samples" and value is None
+    counts = {"clients": clients, "pool_samples": pool_samples, "seed": seed}
+    for name, value in {**counts, **({} if samples is None else {"samples": samples})}.items():
+        least = 0 if name == "seed" else 1
         whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        if not optional and not (whole and value >= least):  # type: ignore[operator]
+        if not (whole and value >= least):
             raise BadInput(f"{name} = {shown(value)}: give a whole number, at least {least}")
     if not isinstance(partition, (*get_args(Partition), NoneType)):
         raise BadInput(f"partition = {shown(partition)}: {PARTITION}")
     if not isinstance(holdout, str) or holdout not in get_args(Holdout):
         raise unknown("holdout", holdout, get_args(Holdout))
-    if not isinstance(fraction, int | float) or isinstance(fraction, bool):
+    number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
+    if not (number and 0 < fraction <= 1):
         raise BadInput(f"fraction = {shown(fraction)}: give a number above 0 and at most 1")
-    check_part(fraction, samples)  # type: ignore[arg-type]
-    _checked_split(split)
-
-
-def _checked_split(split: Any) -> tuple[float, float, float]:
-    numbers = isinstance(split, tuple | list) and all(isinstance(s, int | float) for s in split)
-    if not numbers or len(split) != 3:
-        raise BadInput(f"split = {shown(split)}: give the shares of train, valid and test, for "
-                       "example (0.8, 0.1, 0.1)")  # fmt: skip
-    train, valid, test = split
-    if not (train > 0 and min(valid, test) >= 0 and abs(train + valid + test - 1) < 1e-6):
-        raise BadInput(f"split = {split}: the shares of train, valid and test must be at least 0 "
-                       "and sum to 1, with train above 0; for example (0.8, 0.1, 0.1)")  # fmt: skip
-    return train, valid, test
+    if samples is not None and fraction != 1:
+        raise BadInput("give fraction or samples, not both")
+    shares = split if isinstance(split, tuple | list) else ()
+    if len(shares) != 3 or not (
+        all(isinstance(share, int | float) and share >= 0 for share in shares)
+        and shares[0] > 0 and abs(sum(shares) - 1) < 1e-6
+    ):  # fmt: skip
+        raise BadInput(f"split = {shown(split)}: the shares of train, valid and test must be at "
+                       "least 0 and sum to 1, with train above 0, as (0.8, 0.1, 0.1)")  # fmt: skip
 
 
 def held_out_counts(samples: int, valid: float, test: float) -> tuple[int, int]:
@@ -228,8 +223,6 @@ def _from_pool(
     """
     if dataset.pool_x is None or dataset.pool_y is None:
         raise BadInput(f"data set {dataset.name} has no pool; use holdout 'split' or 'auto'")
-    if pool_samples < 1:
-        raise BadInput(f"pool_samples = {pool_samples}; use at least 1, or holdout 'split'")
     rows = {"train": assignment.indices}
     labels, code = np.unique(dataset.y, return_inverse=True)
     halves = _pool_halves(dataset.pool_y, labels, seed)
@@ -275,11 +268,45 @@ def _label_quota(
     return np.minimum(largest_remainders(exact, round(float(exact.sum()))), room)
 
 
-def _laid_out(dataset: Dataset, rows: Rows, from_pool: bool) -> Split:
-    """The samples of all clients, gathered straight into their final place.
+def subsample(dataset: Dataset, fraction: float = 1.0, samples: int | None = None) -> Dataset:
+    """A stratified `fraction` of the samples, or a number of them; a pool stays whole.
 
-    `Dataset` has checked values and labels; `Federation.from_arrays` would copy them twice more.
+    A smaller part is contained in a larger one, and no part depends on the seed of the partition.
+    The checksum remains that of the whole set.
     """
-    x, y = dataset.gather(np.concatenate(rows), from_pool)
-    counts = torch.tensor([len(r) for r in rows], dtype=torch.int64)
-    return Split(torch.from_numpy(x), torch.from_numpy(y), counts)
+    total = len(dataset.y)
+    wanted = round(fraction * total) if samples is None else samples
+    if wanted > total:
+        raise BadInput(f"samples = {samples}; {dataset.name} has {total}, use 1 … {total}")
+    if wanted == total:
+        return dataset
+    rows = stratified(dataset.y, wanted, dataset.name)
+    groups = None if dataset.groups is None else dataset.groups[rows]
+    return replace(dataset, x=dataset.x[rows], y=dataset.y[rows], groups=groups)
+
+
+def largest_remainders(exact: Float[np.ndarray, " n"], total: int) -> Int64[np.ndarray, " n"]:
+    """Whole numbers near the exact ones that sum to `total`: rounded down, then the largest
+    remainders up."""
+    found = np.floor(exact + 1e-9).astype(np.int64)
+    found[np.argsort(found - exact, kind="stable")[: total - int(found.sum())]] += 1
+    return found
+
+
+def stratified(
+    labels: Integer[np.ndarray, " N"], wanted: int, name: str
+) -> Int64[np.ndarray, " n"]:
+    """`wanted` rows with the classes' shares, ascending."""
+    present, count = np.unique(labels, return_counts=True)
+    quota = largest_remainders(count * (wanted / len(labels)), wanted)
+    if (quota == 0).any():
+        label = present[int(np.argmin(quota))]
+        least = int(np.ceil(len(labels) / count.min()))
+        raise BadInput(f"{wanted} of {len(labels)} samples leave class {label} of {name} empty; "
+                       f"use at least {min(least, len(labels))} samples")  # fmt: skip
+    chosen = [
+        rng.stream(DATA_SEED, "subsample", name, int(label))
+        .permutation(np.flatnonzero(labels == label))[:take]
+        for label, take in zip(present, quota, strict=True)
+    ]  # fmt: skip
+    return np.sort(np.concatenate(chosen))

@@ -11,14 +11,17 @@ import io
 from importlib import resources
 
 import numpy as np
+import torch
 from jaxtyping import Float, Float32, Float64, Int64, UInt8
 
 from fairvar import rng
-from fairvar.data.dataset import Dataset
-from fairvar.data.federation import Federation
+from fairvar.data.federation import SPLITS, Dataset, Federation, Split
 from fairvar.data.partition import Natural, statistics_of
 from fairvar.errors import BadInput, IntegrityError
 
+Matrices = Float64[np.ndarray, "n d d"]
+Centres = Float64[np.ndarray, "n d"]
+CLIENTS_AT_ONCE = 1000  # whose samples are computed together
 MOST_CLIENTS = 200_000  # of a synthetic federation: about 2 GB of samples
 SHA256 = {
     "mnist_1000.npz": "b4e692f921685e2ee207398b88076216efe68ac802ac7c6a7d77c21a1017e030",
@@ -97,36 +100,39 @@ def quadratics(
             f"{eigenvalue[client].min():g}); add a multiple of the identity"
         )
     samples = dim + 1
-    root = np.einsum("nij,nj,nkj->nik", vector, np.sqrt(samples * eigenvalue), vector)
-    train = []
+    x, y = np.zeros((clients, samples, dim)), np.empty((clients, samples))
+    x[:, :dim] = np.einsum("nij,nj,nkj->nik", vector, np.sqrt(samples * eigenvalue), vector)
+    y[:, dim] = np.sqrt(2 * samples * c)
     for i in range(clients):
-        x = np.vstack([root[i], np.zeros((1, dim))])
-        y = np.append(root[i] @ m[i], np.sqrt(2 * samples * c[i]))
-        train.append((x, y[:, None]))
-    return Federation.from_arrays(train, name="quadratic", provenance={"dataset": "quadratic"})
+        y[i, :dim] = x[i, :dim] @ m[i]
+    train = _split(x.reshape(-1, dim), y.reshape(-1, 1), np.full(clients, samples))
+    return Federation.from_splits(
+        {"train": train}, None, "quadratic", provenance={"dataset": "quadratic"}
+    )
+
+
+def _split(x: np.ndarray, y: np.ndarray, counts: Int64[np.ndarray, " n"]) -> Split:
+    return Split(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(counts))
 
 
 def random_quadratics(
     clients: int, dim: int, seed: int, common_matrix: bool = False
-) -> tuple[
-    Federation,
-    Float64[np.ndarray, "n d d"],
-    Float64[np.ndarray, "n d"],
-    Float64[np.ndarray, " n"],
-]:
+) -> tuple[Federation, Matrices, Centres, Float64[np.ndarray, " n"]]:
     """Random (federation, A, m, c): eigenvalues in [½, 2], m ~ N(0, I), c in [0, 1].
 
     With `common_matrix` all A_i are equal, so that FairGrad* is FedAvg.
     """
     _check_clients(clients)
-    A, m, c = np.empty((clients, dim, dim)), np.empty((clients, dim)), np.empty(clients)
+    normal, exponent = np.empty((clients, dim, dim)), np.empty((clients, dim))
+    m, c = np.empty((clients, dim)), np.empty(clients)
     for i in range(clients):
         matrix = rng.stream(seed, "quadratic matrix", 0 if common_matrix else i)
-        rotation, _ = np.linalg.qr(matrix.standard_normal((dim, dim)))
-        product = rotation * np.exp2(matrix.uniform(-1, 1, dim)) @ rotation.T
-        A[i] = (product + product.T) / 2  # symmetric to the last bit
+        normal[i], exponent[i] = matrix.standard_normal((dim, dim)), matrix.uniform(-1, 1, dim)
         draw = rng.stream(seed, "quadratic centre", i)
         m[i], c[i] = draw.standard_normal(dim), draw.uniform()
+    rotation, _ = np.linalg.qr(normal)
+    product = rotation * np.exp2(exponent)[:, None] @ rotation.transpose(0, 2, 1)
+    A = (product + product.transpose(0, 2, 1)) / 2  # symmetric to the last bit
     return quadratics(A, m, c), A, m, c
 
 
@@ -162,34 +168,58 @@ def logistic(
         raise BadInput("logistic needs clients ≥ 1, dim ≥ 1, samples ≥ 2, classes ≥ 2 and "
                        "heterogeneity ≥ 0")  # fmt: skip
     _check_clients(clients)
-    common = rng.stream(seed, "logistic", "common").standard_normal((classes, dim))
-    held_out = samples // 2
-    parts: tuple[list[tuple[np.ndarray, np.ndarray]], ...] = ([], [], [])
-    for i in range(clients):
-        draw = rng.stream(seed, "logistic", i)
-        size = int(draw.integers(samples - held_out, samples + held_out + 1))
-        centre = heterogeneity * draw.standard_normal(dim) / np.sqrt(dim)
-        weight = common + heterogeneity * draw.standard_normal((classes, dim)) / np.sqrt(dim)
-        for part, count in zip(parts, (size, held_out, held_out), strict=True):
-            x = centre + draw.standard_normal((count, dim))
-            part.append((x, _softmax_labels(x @ weight.T, draw)))
-    train, valid, test = parts
-    labels = np.concatenate([y for _, y in train])
-    groups = np.repeat(np.arange(clients), [len(y) for _, y in train])
-    facts = statistics_of(labels, Natural().assign(labels, clients, draw, groups))
+    shape, blocks = (dim, samples, classes), range(0, clients, CLIENTS_AT_ONCE)
+    made = [
+        _logistic(range(start, min(start + CLIENTS_AT_ONCE, clients)), seed, shape, heterogeneity)
+        for start in blocks
+    ]
+    splits = {
+        part: _split(*(np.concatenate([block[part][k] for block in made]) for k in range(3)))
+        for part in SPLITS
+    }
+    labels, sizes = splits["train"].y.numpy(), splits["train"].counts.numpy()
+    owners = np.repeat(np.arange(clients), sizes)
+    facts = statistics_of(labels, Natural().assign(labels, clients, rng.stream(0), owners))
     facts |= {"dataset": "logistic", "seed": seed, "heterogeneity": heterogeneity}
-    return Federation.from_arrays(
-        train, valid, test, classes=classes, name="logistic", provenance=facts
-    )
+    return Federation.from_splits(splits, classes, "logistic", facts)
+
+
+def _logistic(
+    ids: range, seed: int, shape: tuple[int, int, int], heterogeneity: float
+) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Inputs, labels and sizes of some clients. Each draws from a stream of its own, one by one;
+    the rest is computed for all of them."""
+    dim, samples, classes = shape
+    held_out = samples // 2
+    drawn: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {part: [] for part in SPLITS}
+    shift = np.empty((len(ids), 1 + classes, dim))  # of the inputs, and of the concept
+    for row, i in enumerate(ids):
+        draw = rng.stream(seed, "logistic", i)
+        count = int(draw.integers(samples - held_out, samples + held_out + 1))
+        shift[row] = draw.standard_normal((1 + classes, dim))
+        for part in SPLITS:
+            gaussian = draw.standard_normal((count, dim))
+            drawn[part].append((gaussian, draw.gumbel(size=(count, classes))))
+            count = held_out
+    shift = heterogeneity * shift / np.sqrt(dim)
+    common = rng.stream(seed, "logistic", "common").standard_normal((classes, dim))
+    found = {}
+    for part, pairs in drawn.items():
+        x, gumbel = (np.concatenate(column) for column in zip(*pairs, strict=True))
+        counts = np.array([len(gaussian) for gaussian, _ in pairs])
+        x += np.repeat(shift[:, 0], counts, axis=0)
+        of = np.repeat(counts, counts)
+        for count in np.unique(counts):  # clients of one size in one product
+            some, weight = (
+                x[of == count].reshape(-1, count, dim),
+                common + shift[counts == count, 1:],
+            )
+            gumbel[of == count] += (some @ weight.transpose(0, 2, 1)).reshape(-1, classes)
+        # Labels from the softmax law by the Gumbel trick: no sums that can over- or underflow.
+        found[part] = x, np.argmax(gumbel, axis=1), counts
+    return found
 
 
 def _check_clients(clients: int) -> None:
     if clients > MOST_CLIENTS:
         raise BadInput(f"clients = {clients}; a synthetic data set has at most {MOST_CLIENTS}")
-
-
-def _softmax_labels(
-    logits: Float[np.ndarray, "N classes"], draw: np.random.Generator
-) -> Int64[np.ndarray, " N"]:
-    """Labels from the softmax law, by the Gumbel trick: no sums that can over- or underflow."""
-    return np.argmax(logits + draw.gumbel(size=logits.shape), axis=1)

@@ -7,6 +7,7 @@ fill the disk nor send a shorter file; a file with another SHA-256 is deleted.
 from __future__ import annotations
 
 import errno
+import hashlib
 import http.client
 import os
 import time
@@ -20,9 +21,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from fairvar.data.cache import datasets_dir, file_digest
-from fairvar.data.readers import reason
-from fairvar.errors import BadInput, RunFailed, unknown
+from fairvar.data.readers.arrays import IDX_FILES
+from fairvar.errors import BadInput, RunFailed, cause, unknown
+from fairvar.files import open_regular
 
 Progress = Callable[[str, int, int], None]  # file, bytes so far, bytes in all
 
@@ -30,6 +31,7 @@ ATTEMPTS = 3
 PAUSE = 1.0  # seconds before the second attempt; doubled before the third
 TIMEOUT = 30.0  # seconds without a byte
 PIECE = 1 << 16
+MOST_BYTES = 64 << 30
 
 
 @dataclass(frozen=True)
@@ -48,27 +50,28 @@ class Remote:
 _MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"  # the original host has no https
 _FASHION = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
 _CIFAR = "https://www.cs.toronto.edu/~kriz/"
+
+
+def _idx(folder: str, *facts: tuple[int, str]) -> tuple[Remote, ...]:
+    files = zip(IDX_FILES, facts, strict=True)
+    return tuple(Remote(f"{folder}{file}.gz", *of) for file, of in files)
+
+
 # fmt: off
 REMOTE: dict[str, tuple[Remote, ...]] = {
-    "mnist": (
-        Remote(_MNIST + "train-images-idx3-ubyte.gz", 9912422,
-               "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
-        Remote(_MNIST + "train-labels-idx1-ubyte.gz", 28881,
-               "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
-        Remote(_MNIST + "t10k-images-idx3-ubyte.gz", 1648877,
-               "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
-        Remote(_MNIST + "t10k-labels-idx1-ubyte.gz", 4542,
-               "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
+    "mnist": _idx(
+        _MNIST,
+        (9912422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
+        (28881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
+        (1648877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
+        (4542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
     ),
-    "fashion_mnist": (
-        Remote(_FASHION + "train-images-idx3-ubyte.gz", 26421880,
-               "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
-        Remote(_FASHION + "train-labels-idx1-ubyte.gz", 29515,
-               "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
-        Remote(_FASHION + "t10k-images-idx3-ubyte.gz", 4422102,
-               "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
-        Remote(_FASHION + "t10k-labels-idx1-ubyte.gz", 5148,
-               "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
+    "fashion_mnist": _idx(
+        _FASHION,
+        (26421880, "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
+        (29515, "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
+        (4422102, "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
+        (5148, "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
     ),
     "cifar10": (
         Remote(_CIFAR + "cifar-10-binary.tar.gz", 170052171,
@@ -84,6 +87,24 @@ REMOTE: dict[str, tuple[Remote, ...]] = {
     ),
 }
 # fmt: on
+
+
+def cache_dir() -> Path:
+    """FAIRVAR_CACHE, or the user's cache folder."""
+    own = os.environ.get("FAIRVAR_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fairvar"
+
+
+def datasets_dir() -> Path:
+    """Where `fairvar data fetch` puts data sets, and the last place they are looked for."""
+    return cache_dir() / "datasets"
+
+
+def file_digest(path: Path) -> str:
+    with open_regular(path, MOST_BYTES) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fetch(
@@ -104,8 +125,7 @@ def fetch(
     urls = {remote: _url(remote, mirror) for remote in REMOTE[name]}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock", timeout=0)
-        with lock:
+        with FileLock(folder / ".lock", timeout=0):
             for remote, url in urls.items():
                 if checksum_error(folder / remote.file, remote) is not None:
                     _fetch_file(remote, url, folder / remote.file, progress)
@@ -113,7 +133,7 @@ def fetch(
         raise RunFailed(f"another process is fetching {name} into {folder}; wait for it") from None
     except OSError as error:
         kind = RunFailed if error.errno == errno.ENOSPC else BadInput
-        raise kind(f"cannot write into {folder}: {error.strerror or reason(error)}") from None
+        raise kind(f"cannot write into {folder}: {error.strerror or cause(error)}") from None
     return folder
 
 
@@ -142,20 +162,19 @@ class _Again(Exception):
 
 def _fetch_file(remote: Remote, url: str, path: Path, progress: Progress | None) -> None:
     part = path.with_name(f"{path.name}.part")
-    why = ""
     for attempt in range(ATTEMPTS):
-        if attempt:
-            time.sleep(PAUSE * 2 ** (attempt - 1))
+        time.sleep(PAUSE * 2 ** (attempt - 1) if attempt else 0)
         try:
             _download(remote, url, part, progress)
-            wrong = checksum_error(part, remote)
-            if wrong is None:
-                os.replace(part, path)
-                return
-            part.unlink()
-            why = wrong
         except _Again as error:
             why = str(error)
+            continue
+        wrong = checksum_error(part, remote)
+        if wrong is None:
+            os.replace(part, path)
+            return
+        part.unlink()
+        why = wrong
     raise RunFailed(f"could not fetch {url} in {ATTEMPTS} attempts: {why}; try again later")
 
 
@@ -176,9 +195,9 @@ def _download(remote: Remote, url: str, part: Path, progress: Progress | None) -
             part.unlink(missing_ok=True)
         raise _Again(f"the server answers {error.code} {error.reason}") from None
     except urllib.error.URLError as error:
-        raise _Again(f"no connection ({reason(error)})") from None
+        raise _Again(f"no connection ({cause(error)})") from None
     except (TimeoutError, ConnectionError, http.client.HTTPException) as error:
-        raise _Again(f"the connection broke ({reason(error)})") from None
+        raise _Again(f"the connection broke ({cause(error)})") from None
 
 
 def _receive(reply: Any, remote: Remote, part: Path, have: int, progress: Progress | None) -> None:

@@ -263,13 +263,17 @@ def statistics_of(labels: Labels, assignment: Assignment) -> dict[str, Any]:
     client's most frequent class. All three are means over clients.
     """
     names, code = np.unique(labels, return_inverse=True)
-    count = np.stack([np.bincount(code[rows], minlength=len(names)) for rows in assignment.indices])
+    rows, sizes = np.concatenate(assignment.indices), assignment.sizes
+    held = np.repeat(np.arange(len(sizes)), sizes) * len(names) + code[rows]
+    count = np.bincount(held, minlength=len(sizes) * len(names)).reshape(len(sizes), len(names))
     share = count / count.sum(1, keepdims=True)
-    pooled = count.sum(0) / count.sum()
+    pooled, digest = count.sum(0) / count.sum(), hashlib.sha256()
+    for part in ([len(sizes)], sizes, rows):  # sizes, so that boundaries count too
+        digest.update(np.asarray(part, dtype="<i8").tobytes())
     return {
-        "sha256": assignment_sha256(assignment),
-        "clients": len(assignment.indices),
-        "sizes": [len(rows) for rows in assignment.indices],
+        "sha256": digest.hexdigest(),
+        "clients": len(sizes),
+        "sizes": sizes.tolist(),
         "classes_by_client": (count > 0).sum(1).tolist(),
         "mean_total_variation": float(0.5 * np.abs(share - pooled).sum(1).mean()),
         "effective_classes": float((1 / (share**2).sum(1)).mean()),
@@ -277,12 +281,3 @@ def statistics_of(labels: Labels, assignment: Assignment) -> dict[str, Any]:
         "attempts": assignment.attempts,
         "moved": assignment.moved,
     }
-
-
-def assignment_sha256(assignment: Assignment) -> str:
-    """Of clients, sizes and indices as little-endian int64, so that boundaries count too."""
-    digest = hashlib.sha256()
-    sizes = [len(rows) for rows in assignment.indices]
-    for part in ([len(sizes)], sizes, *assignment.indices):
-        digest.update(np.asarray(part, dtype="<i8").tobytes())
-    return digest.hexdigest()

@@ -1,69 +1,130 @@
-"""What a client does with a message. Pure: the answer depends on the request and the client's data.
+"""What travels between server and client, and what a client answers.
 
-A node holds its samples where the engine would hold them: in a federation whose other clients have
-none. So batches, losses and steps are computed by the same code, from the same random streams.
+| exchange | down | up |
+|---|---|---|
+| probe | x, buffers | ∇f_i(x), f_i(x) where the method uses losses; buffers if the server steps |
+| train | x, buffers, a and g where the method uses them | x_i, buffers, f_i and ∇f_i as asked for |
+| evaluate | x, buffers | loss and accuracy of x on the client's held-out samples, and of v_i |
+
+A reply carries the stamp of its request, so that an answer to an older request is recognised. The
+exchanges share no memory on the client: a reply depends on the request and the client's data only,
+and on the personal model v_i where the method has such. v_i stays with the client (`personal.py`).
+A client's samples lie where the engine would hold them, in a federation whose other clients have
+none, so batches, losses and steps come from the engine's code and its random streams.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 from msgspec.structs import replace as with_fields
 from torch import Tensor, nn
 
 from fairvar.data.federation import Federation, Split
-from fairvar.deploy.messages import (
-    ACCURACY,
-    BUFFERS,
-    FORMAT,
-    GRADIENT,
-    LOSS,
-    MEAN_LOSS,
-    MODEL,
-    SAMPLES,
-    SCORE,
-    Message,
-    Number,
-    grouped,
-    sends_loss,
-)
+from fairvar.deploy.personal import PersonalModels
 from fairvar.engine.evaluate import evaluate_shared
 from fairvar.engine.kernels import reference as own
 from fairvar.engine.losses import LossFunction
 from fairvar.engine.run import Run
-from fairvar.engine.settings import TrainSettings
+from fairvar.engine.settings import EvaluateSettings, TrainSettings
+from fairvar.engine.task import split_model
 from fairvar.engine.train import prepare
 from fairvar.errors import BadInput
-from fairvar.methods.base import Method
-from fairvar.tree import Tree
+from fairvar.methods.base import Method, Replies
+from fairvar.tree import Tree, is_finite, scale, squared_norm, subtract, tree_map
 
+FORMAT = 1  # raise it when a message changes its meaning; both sides must have the same
+Exchange = Literal["probe", "train", "evaluate"]
+Number = int | float
+MODEL, BUFFERS, GRADIENT = "x", "buffer", "g"  # groups of arrays: "x/weight"
+MEAN_LOSS, LOSS, SAMPLES, ACCURACY = "a", "loss", "samples", "accuracy"  # numbers; "test/loss"
+PERSONAL = "personal"  # before the names of a personal model's scores: "personal/test/loss"
+TRAINING = "training"  # a number in requests: which run this is, where clients keep models of it
+SCORE = "score"  # a number in train requests: 1 asks for scores of the local model
+STEP = "step"  # a client's part of the normaliser, in sums over clients
 HELD_OUT = ("valid", "test")
+
+
+class Stamp(NamedTuple):
+    """Which request a message is or answers."""
+
+    exchange: Exchange
+    round: int
+    attempt: int = 0
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class Message:
+    """To `client`, or from it. `numbers` are plain Python ones and travel exactly."""
+
+    stamp: Stamp
+    client: int
+    arrays: Tree = field(default_factory=dict)
+    numbers: dict[str, Number] = field(default_factory=dict)
+
+    def group(self, name: str) -> Tree:
+        """The arrays of one group, by their own names."""
+        return group_of(self.arrays, name)
+
+
+def group_of(arrays: Tree, name: str) -> Tree:
+    mark = f"{name}/"
+    return {k.removeprefix(mark): v for k, v in arrays.items() if k.startswith(mark)}
+
+
+def grouped(**groups: Tree | None) -> Tree:
+    """Several trees in one flat dict: `grouped(x=…, g=…)` gives the names "x/…" and "g/…"."""
+    return {f"{g}/{k}": v for g, tree in groups.items() for k, v in (tree or {}).items()}
+
+
+def sends_loss(method: Method) -> bool:
+    """Whether a client sends its loss: only where the method needs it."""
+    return method.uses_losses or method.uses_mean_loss
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What server and clients agree on before the first round."""
+
+    model: nn.Module | str
+    method: Method
+    loss: str | LossFunction
+    train: TrainSettings
+    evaluate: EvaluateSettings
+    clients: int
+    input_shape: tuple[int, ...]
+    classes: int | None  # None: regression
 
 
 class Client:
     """One client and its own data, ready to answer."""
 
     def __init__(
-        self,
-        number: int,
-        data: Federation,
-        model: nn.Module | str,
-        method: Method,
-        loss: str | LossFunction,
-        settings: TrainSettings,
+        self, number: int, data: Federation, agreed: Agreement, folder: Path | None = None
     ) -> None:
-        """`data` is a federation of this client alone; `number` its id among all clients."""
+        """`data` is a federation of this client alone; `number` its id among all clients; `folder`
+        is for its personal models, which are otherwise kept in memory."""
         if data.clients != 1:
             raise BadInput(f"a client holds its own data only, not that of {data.clients} clients")
         placed = {name: _placed(split, number) for name, split in data.splits.items()}
-        plain = with_fields(settings, engine="reference", participation=None, participants=None)
         own_data = replace(data, **placed)  # type: ignore[arg-type]
+        settings = with_fields(
+            agreed.train, engine="reference", participation=None, participants=None
+        )
         self.number = number
-        self.run: Run = prepare(model, own_data, method, loss, plain, alone=True).run
+        self.whole: Run = prepare(
+            agreed.model, own_data, agreed.method, agreed.loss, settings, alone=True
+        ).run
+        self.run = replace(self.whole, method=agreed.method.shared)
+        self.personal = None if agreed.method.personal is None else PersonalModels(folder)
 
     def answer(self, request: Message) -> Message:
-        """The reply to a request; whatever goes wrong here is for the transport to report."""
+        """The reply to a request. The transport reports exceptions to the server."""
         if request.stamp.format != FORMAT:
             raise BadInput(
                 f"the server speaks format {request.stamp.format}, this client {FORMAT}; "
@@ -75,10 +136,11 @@ class Client:
         return Message(request.stamp, self.number, arrays, {SAMPLES: samples, **numbers})
 
     def _probe(self, request: Message) -> tuple[Tree, dict[str, Number]]:
-        method = self.run.method.at_round(request.stamp.round)
-        probed = self._probed(request, self._model(request))
+        t = request.stamp.round
+        method = self.run.method.at_round(t)
+        probed = own.probe(self.run, method, self._model(request), t, self.number)
         buffers = probed.buffers if method.server_steps else None
-        return grouped(**{GRADIENT: probed.gradient, BUFFERS: buffers}), _loss(method, probed.loss)
+        return grouped(g=probed.gradient, buffer=buffers), _loss(method, probed.loss)
 
     def _train(self, request: Message) -> tuple[Tree, dict[str, Number]]:
         run, t = self.run, request.stamp.round
@@ -86,40 +148,65 @@ class Client:
         reports = run.method.reports_gradient and not method.probes
         loss, gradient = None, None
         if method.needs_losses or reports:
-            loss, gradient, _ = self._probed(request, sent)
+            loss, gradient, _ = own.probe(run, method, sent, t, self.number)
         a = torch.tensor(request.numbers.get(MEAN_LOSS, 0.0), dtype=torch.float64)
         g = self._arrays(request, GRADIENT) or None
         module, _ = own.train(run, method, sent, t, self.number, loss, a.to(run.device), g)
         params, buffers = own.params_of(run, module), own.buffers_of(run, module)
-        scores = self._scores(params, buffers) if request.numbers.get(SCORE) else {}
-        kept = gradient if reports else None
-        arrays = grouped(**{MODEL: params, BUFFERS: buffers, GRADIENT: kept})
+        scores = self._scores({**params, **buffers}) if request.numbers.get(SCORE) else {}
+        if self.personal is not None:
+            self._train_personal(self.personal, request, sent)
+        arrays = grouped(x=params, buffer=buffers, g=gradient if reports else None)
         return arrays, {**_loss(method, loss), **scores}
 
-    def _evaluate(self, request: Message) -> tuple[Tree, dict[str, Number]]:
-        return {}, self._scores(self._arrays(request, MODEL), self._arrays(request, BUFFERS))
+    def _train_personal(self, kept: PersonalModels, request: Message, sent: nn.Module) -> None:
+        """The round's steps of v_i. They are taken once, also if the server repeats the round or
+        continues from an older checkpoint; a v_i that is no longer finite is not kept."""
+        t, name = request.stamp.round, self._name(request)
+        v, rounds = kept.load(name, self._received(request))
+        if t >= rounds:
+            v = own.train_personal(self.whole, v, sent, t, self.number)
+            if is_finite(v):
+                kept.save(name, v, t + 1)
 
-    def _probed(self, request: Message, sent: nn.Module) -> own.Probed:
-        t = request.stamp.round
-        return own.probe(self.run, self.run.method.at_round(t), sent, t, self.number)
+    def _evaluate(self, request: Message) -> tuple[Tree, dict[str, Number]]:
+        x = self._received(request)
+        found = self._scores(x)
+        if self.personal is not None:
+            scores = self._scores(self.personal.load(self._name(request), x)[0])
+            mine = {k: v for k, v in scores.items() if not k.endswith(SAMPLES) and isfinite(v)}
+            found |= {f"{PERSONAL}/{name}": value for name, value in mine.items()}
+        return {}, found
+
+    def _name(self, request: Message) -> str:
+        """Of the personal model in this run."""
+        if TRAINING not in request.numbers:
+            raise BadInput("the server does not say which run this is; install the same version of "
+                           "fairvar on both")  # fmt: skip
+        return f"{int(request.numbers[TRAINING]):x}-client-{self.number}"
 
     def _model(self, request: Message) -> nn.Module:
-        params, buffers = self._arrays(request, MODEL), self._arrays(request, BUFFERS)
-        return own.load(self.run, params, buffers)
+        return own.load(self.run, self._received(request), {})
+
+    def _received(self, request: Message) -> Tree:
+        """Parameters and buffers."""
+        return self._arrays(request, MODEL) | self._arrays(request, BUFFERS)
 
     def _arrays(self, request: Message, group: str) -> Tree:
         return {k: v.to(self.run.device) for k, v in request.group(group).items()}
 
-    def _scores(self, params: Tree, buffers: Tree) -> dict[str, Number]:
+    def _scores(self, model: Tree) -> dict[str, Number]:
         """Of a model on the client's held-out samples, split by split."""
         found: dict[str, Number] = {}
+        task = self.run.task
+        params, buffers = split_model(task, model)
         for name, split in self.run.federation.splits.items():
             samples = int(split.counts[self.number])
             if name in HELD_OUT and samples:
-                scores = evaluate_shared(self.run.task, params, buffers, split, self.run.piece)
+                scores = evaluate_shared(task, params, buffers, split, self.run.piece)
                 found[f"{name}/{SAMPLES}"] = samples
                 found[f"{name}/{LOSS}"] = float(scores.loss[self.number])
-                if self.run.task.classifies:
+                if task.classifies:
                     found[f"{name}/{ACCURACY}"] = float(scores.accuracy[self.number])
         return found
 
@@ -132,3 +219,54 @@ def _placed(split: Split, number: int) -> Split:
     counts = torch.zeros(number + 1, dtype=torch.int64)
     counts[number] = split.counts[0]
     return replace(split, counts=counts)
+
+
+def only(federation: Federation, client: int) -> Federation:
+    """The federation that this client sees: its own."""
+    kept = {}
+    for name, split in federation.splits.items():
+        x, y = split.of(client)
+        kept[name] = replace(split, x=x, y=y, counts=split.counts[client : client + 1])
+    return replace(federation, **kept)  # type: ignore[arg-type]
+
+
+# -- sums over clients only (secure aggregation) ---------------------------------------------------
+def contribution(request: Message, reply: Message, method: Method, lr: float) -> Tree:
+    """All that a client adds to the sums, in float64: w(f_i) (x − x_i) instead of its model, its
+    part of the normaliser, f_i and ∇f_i as its method needs them."""
+    method = method.shared.at_round(request.stamp.round)
+    loss = torch.tensor([float(reply.numbers.get(LOSS, torch.nan))], dtype=torch.float64)
+    found = grouped(g=tree_map(Tensor.double, reply.group(GRADIENT)))
+    if method.uses_mean_loss:
+        found[LOSS] = loss
+    if request.stamp.exchange == "train":
+        x, x_i = (tree_map(Tensor.double, message.group(MODEL)) for message in (request, reply))
+        moved = subtract(x, x_i)
+        weight, step = _alone(method, loss, squared_norm(moved), lr)
+        found |= grouped(x=scale(moved, weight))
+        found[STEP] = step.reshape(1)
+    return found
+
+
+def is_additive(method: Method) -> bool:
+    """Whether weights and normaliser are sums of clients' own parts: tried on three of them."""
+    method = method.shared
+    if not method.sums_suffice or method.initial_memory(3):
+        return False
+    loss, share, norms = torch.tensor(
+        [[0.3, 1.1, 2.7], [0.2, 0.5, 0.3], [0.4, 0.01, 1.9]], dtype=torch.float64
+    )
+    together = Replies(loss, share, torch.arange(3), 3)
+    weights, _ = method.weigh({}, together)
+    parts = [_alone(method, loss[i : i + 1], norms[i], 0.1) for i in range(3)]
+    own, steps = (torch.stack([torch.as_tensor(p[k]) for p in parts]).double() for k in (0, 1))
+    norm = torch.as_tensor(method.normaliser(together, norms, 0.1)).double()
+    return torch.allclose(weights, share * own) and torch.allclose(norm, share @ steps)
+
+
+def _alone(method: Method, loss: Tensor, norm: Tensor, lr: float) -> tuple[float, Tensor]:
+    """A client's weight and its part of the normaliser, if its plain weight were one."""
+    one = Replies(loss, torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64), 1)
+    weight, _ = method.weigh({}, one)
+    step = torch.as_tensor(method.normaliser(one, norm.double().reshape(1), lr)).double()
+    return float(weight), step

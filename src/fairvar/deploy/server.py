@@ -3,55 +3,50 @@
 A round is one exchange, or two for exact methods (probe, then train). Those whose probe was good
 are asked to train; those whose training was good enter the model. Where the server can take the
 clients' step itself (`server_steps`), they train in evaluated rounds only, for the scores of
-their local models. If too few are left the round is
-repeated from the same state, with another draw of clients, and finally the run stops.
+their local models. If too few are left the round is repeated from the same state, with another
+draw of clients, and finally the run stops.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from fairvar.deploy.client import HELD_OUT
-from fairvar.deploy.guard import (
-    Arrival,
-    Expected,
-    length,
-    limited_losses,
-    limited_weights,
-    median_length,
-    shortened,
-    sift,
-)
-from fairvar.deploy.messages import (
+from fairvar.deploy import guard
+from fairvar.deploy.client import (
     BUFFERS,
     GRADIENT,
+    HELD_OUT,
     LOSS,
     MEAN_LOSS,
     MODEL,
+    PERSONAL,
     SAMPLES,
     SCORE,
+    STEP,
+    TRAINING,
+    Agreement,
     Message,
     Number,
     Stamp,
+    group_of,
     grouped,
     sends_loss,
 )
-from fairvar.deploy.notes import Notes, RoundNote
-from fairvar.deploy.robust import check_average, combination, mean_loss
-from fairvar.deploy.settings import OFF, FederationSettings
+from fairvar.deploy.guard import Arrival, BadMessage, FederationSettings, Notes, RoundNote
 from fairvar.engine.batches import Participation
 from fairvar.engine.kernels.reference import Probed, stepped
 from fairvar.engine.server import Aggregator, Answers, aggregate
 from fairvar.engine.state import Outcome, State
 from fairvar.errors import RunFailed
 from fairvar.methods.base import Method
-from fairvar.tree import Tree, stack
+from fairvar.tree import Tree, is_finite, stack, zeros_like
 
 Good = Mapping[int, Message]  # good replies by client, ids rising
 MEMORY = 20  # rounds whose lengths are remembered
@@ -59,10 +54,10 @@ MEMORY = 20  # rounds whose lengths are remembered
 
 @runtime_checkable
 class Transport(Protocol):
-    """Carries messages to clients and back; all it may do wrong is lose, delay or spoil them."""
+    """Carries messages to clients and back. It may lose, delay or spoil them."""
 
     name: str
-    keys: dict[int, str]  # what a client is known by, where clients have keys; for good
+    keys: dict[int, str]  # client → its key, where clients have keys; never forgotten
 
     def present(self, at_least: int, seconds: float) -> Sequence[int]:
         """The ids of clients that can be asked, once there are enough or the time is over."""
@@ -81,34 +76,34 @@ class _Known(NamedTuple):
     """Before training: whom to ask, and the averages that they get."""
 
     ids: list[int]
-    probed: Good | None
     mean_loss: Tensor  # a
     mean_gradient: Tree | None  # g
+    probed: Good | None = None
 
 
 @dataclass
 class Server:
-    method: Method
-    clients: int  # all that may ever take part; ids are 0 … clients − 1
-    lr: float
-    participation: Participation
+    """`agreed.clients` are all that may ever take part, with ids from 0."""
+
+    agreed: Agreement
     settings: FederationSettings
     transport: Transport
     notes: Notes
-    clip_norm: float | None = None
     limited: set[int] = field(default_factory=set)  # clients whose weight this attempt cuts
     shortened: set[int] = field(default_factory=set)  # … whose arrays it has shortened
     lengths: dict[str, float] = field(default_factory=dict)  # median lengths in this attempt
     begun: bool = False
-    sums_only: ClassVar[bool] = False  # the transport delivers sums over clients only
 
     def __post_init__(self) -> None:
-        check_average(self.settings, self.method, self.sums_only)
+        self.method = self.agreed.method.shared
+        guard.check_average(self.settings, self.method)
 
     def round(self, state: State, score: bool = False) -> tuple[Outcome, Good]:
         """Round `state.round`, and the replies that made it; `score`: with local models' scores."""
         before = self.notes.reasons()
         for attempt in range(self.settings.repeats + 1):
+            for found in (self.limited, self.shortened, self.lengths):
+                found.clear()
             try:
                 outcome, good = self._attempt(state, attempt, score)
                 made_by = [*good] if outcome.answered is None else outcome.answered.tolist()
@@ -132,18 +127,30 @@ class Server:
             self.notes.lengths[group] = [*past, median][-MEMORY:]
 
     def evaluate(self, state: State) -> Good:
-        """The scores of the global model, from all clients that are there."""
+        """The scores of the global model, from all clients that are there, and of their personal
+        models, which stay with them."""
         present = self.transport.present(1, self.settings.deadline)
-        model = grouped(**{MODEL: state.params, BUFFERS: state.buffers})
-        stamp = Stamp("evaluate", state.round)
-        return self._exchange(stamp, present, model, {}, {}, loss=False, scores=True)
+        model = grouped(x=state.params, buffer=state.buffers)
+        stamp, splits = Stamp("evaluate", state.round), tuple[str, ...](HELD_OUT)
+        if self.agreed.method.personal is not None:
+            splits += tuple(f"{PERSONAL}/{split}" for split in HELD_OUT)
+        return self._exchange(stamp, present, model, {}, {}, loss=False, scores=splits)
+
+    def begin_personal(self, state: State) -> None:
+        """Draw the number of a new run, under which the clients keep their personal models. Where
+        some are not invited to the first round, all get x^0 before it: v_i^0 = x^0. Clients that
+        come later start from the model that they receive then."""
+        self.notes.training = secrets.randbits(48) + 1
+        train = self.agreed.train
+        if train.participation is not None or train.participants is not None:
+            self.transport.present(self.agreed.clients, self.settings.patience)
+            self.begun = True
+            self.evaluate(state)
 
     def _attempt(self, state: State, attempt: int, score: bool) -> tuple[Outcome, Good]:
-        for found in (self.limited, self.shortened, self.lengths):
-            found.clear()
         method = self.method.at_round(state.round)
         ids = self._invited(state.round, attempt)
-        known = _Known(ids, None, state.mean_loss, state.mean_gradient)
+        known = _Known(ids, state.mean_loss, state.mean_gradient)
         if method.probes:
             known = self._probe(state, method, attempt, ids)
         if known.probed is not None and method.server_steps and not score:
@@ -154,41 +161,40 @@ class Server:
         return self._aggregated(state, method, known, good), good
 
     def _probe(self, state: State, method: Method, attempt: int, ids: list[int]) -> _Known:
-        stamp, buffers = Stamp("probe", state.round, attempt), None
-        if method.server_steps:
-            buffers = state.buffers
-        wanted = grouped(**{GRADIENT: state.x, BUFFERS: buffers})
-        good = self._exchange(stamp, ids, model_of(state), {}, wanted, sends_loss(method))
-        good = self._in_proportion(state, self._enough(good))
+        stamp, loss = Stamp("probe", state.round, attempt), sends_loss(method)
+        wanted = grouped(g=state.x, buffer=state.buffers if method.server_steps else None)
+        good = self._exchange(stamp, ids, model_of(state), {}, wanted, loss)
+        good = self._in_proportion(state, good)
         share, a = self._share(good), state.mean_loss
-        if sends_loss(method):
-            a = mean_loss(self._losses(good), share, self.settings)
-        return _Known(list(good), good, a, self._mean_gradient(share, good))
+        if not method.broadcasts_means:
+            a, weights = self.aggregator(method, share, [*good]).broadcast(self._losses(good))
+            share = self._limited([*good], weights, share)
+        elif loss:
+            a = guard.mean_loss(self._losses(good), share, self.settings)
+        return _Known(list(good), a, self._mean_gradient(state, share, good), good)
 
     def _stepped(self, state: State, method: Method, known: _Known, probed: Good) -> Good:
         """The models that the clients would send, from what they saw."""
-        made: dict[int, Message] = {}
+        made, train = dict[int, Message](), self.agreed.train
         for (i, reply), loss in zip(probed.items(), self._losses(probed), strict=True):
             seen = Probed(loss, reply.group(GRADIENT), reply.group(BUFFERS))
             a, g = known.mean_loss, known.mean_gradient or {}
-            x_i = stepped(method, state.x, seen, a, g, self.lr, self.clip_norm)
-            arrays = grouped(**{MODEL: x_i, BUFFERS: seen.buffers})
-            made[i] = replace(reply, arrays=arrays)
+            x_i = stepped(method, state.x, seen, a, g, train, state.round)
+            made[i] = replace(reply, arrays=grouped(x=x_i, buffer=seen.buffers))
         return made
 
     def _train(
         self, state: State, method: Method, attempt: int, known: _Known, score: bool
     ) -> Good:
-        numbers: dict[str, Number] = {SCORE: 1} if score else {}
-        if method.uses_mean_loss:
-            numbers[MEAN_LOSS] = float(known.mean_loss)
-        shared = known.mean_gradient if method.uses_mean_gradient else None
-        sent, wanted = model_of(state) | grouped(**{GRADIENT: shared}), model_of(state)
+        sent, numbers = train_request(state, method, known)
+        if score:
+            numbers[SCORE] = 1
+        wanted = model_of(state)
         if self._gradients_with_training(known):
-            wanted |= grouped(**{GRADIENT: state.x})
-        stamp = Stamp("train", state.round, attempt)
-        loss = sends_loss(method)
-        return self._enough(self._exchange(stamp, known.ids, sent, numbers, wanted, loss, score))
+            wanted |= grouped(g=state.x)
+        stamp, loss = Stamp("train", state.round, attempt), sends_loss(method)
+        splits = HELD_OUT if score else ()
+        return self._exchange(stamp, known.ids, sent, numbers, wanted, loss, splits)
 
     def _aggregated(self, state: State, method: Method, known: _Known, good: Good) -> Outcome:
         """The outcome of the round; a and g for the next one are of those that answered in this."""
@@ -199,29 +205,37 @@ class Server:
         if known.probed is None:
             a = state.mean_loss
             if method.uses_mean_loss:
-                a = mean_loss(loss, share, self.settings)
-            g = self._mean_gradient(share, good) if self._gradients_with_training(known) else None
+                a = guard.mean_loss(loss, share, self.settings)
+            fresh = self._gradients_with_training(known)
+            g = self._mean_gradient(state, share, good) if fresh else None
         server = self.aggregator(method, share, list(good))
         answers = Answers(
             loss=loss,
             params=[r.group(MODEL) for r in good.values()],
             buffers=[r.group(BUFFERS) for r in good.values()],
-            own=server.coefficients(loss, known.mean_loss)[0],
+            own=self._factors(server, loss, known.mean_loss),
         )
         return aggregate(
             server,
             state,
             answers,
             a,
-            g if self.method.reports_gradient else None,
-            self.lr,
+            g if self.method.keeps_gradient else None,
+            self.agreed.train.lr_of(state.round),
             lambda weights: self._limited([*good], weights, share),
-            combination(self.settings),
+            guard.combination(self.settings),
+            known.mean_gradient,
         )
+
+    def _factors(self, server: Aggregator, loss: Tensor, mean_loss: Tensor) -> Tensor:
+        """Of the clients' own gradients. A client that shortens its penalty does not say by how
+        much."""
+        own = server.coefficients(loss, mean_loss)[0]
+        return own if server.method.penalty_bound is None else own * torch.nan
 
     def aggregator(self, method: Method, share: Tensor, ids: list[int]) -> Aggregator:
         """What these clients' replies become."""
-        return Aggregator(method, share, torch.tensor(ids), self.clients)
+        return Aggregator(method, share, torch.tensor(ids), self.agreed.clients)
 
     def _gradients_with_training(self, known: _Known) -> bool:
         """Approximate methods: ∇f_i(x^t) comes with x_i, unless a probe brought it already."""
@@ -229,14 +243,14 @@ class Server:
 
     def _invited(self, t: int, attempt: int) -> list[int]:
         """Drawn from those that are there: from all clients, if all are."""
-        least = self.settings.min_replies
-        wanted = least if self.begun else max(self.clients, least)  # at first, wait for everyone
+        least, clients, train = self.settings.min_replies, self.agreed.clients, self.agreed.train
+        wanted = least if self.begun else max(clients, least)  # at first, wait for everyone
         present = sorted(set(self.transport.present(wanted, self.settings.patience)))
         self.begun = True
         if len(present) < least:
             raise TooFew(f"{len(present)} clients are there, {least} are needed")
-        number = min(self.participation.number, len(present))
-        draw = Participation(len(present), number, self.participation.seed)
+        asked = Participation.build(clients, train.seed, train.participation, train.participants)
+        draw = Participation(len(present), min(asked.number, len(present)), asked.seed)
         return [present[place] for place in draw.of_round(t, attempt).tolist()]
 
     def _exchange(
@@ -247,56 +261,62 @@ class Server:
         numbers: dict[str, Number],
         wanted: Tree,
         loss: bool,
-        scores: bool = False,
+        scores: tuple[str, ...] = (),
     ) -> Good:
-        requests = [Message(stamp, i, sent, numbers) for i in ids]
+        requests = [Message(stamp, i, sent, self._numbers(numbers)) for i in ids]
         arrivals = self.transport.exchange(requests, wanted, self.settings.deadline)
-        splits, largest = HELD_OUT if scores else (), self.settings.largest
-        expected = Expected(stamp, frozenset(ids), wanted, loss, splits, largest)
-        good, refused = sift(arrivals, expected)
-        self.notes.refuse(refused)
+        largest = self.settings.largest
+        expected = guard.Expected(stamp, frozenset(ids), wanted, loss, scores, largest)
+        good, bad = guard.sift(arrivals, expected)
+        self.notes.refuse(stamp, bad)
+        self.notes.count_samples(good)
+        if stamp.exchange != "evaluate":
+            self._check_enough(len(good))
         return good
 
-    def _enough(self, good: Good) -> Good:
-        if len(good) < self.settings.min_replies:
-            raise too_few(len(good), self.settings)
-        return good
+    def _numbers(self, numbers: dict[str, Number]) -> dict[str, Number]:
+        training = self.notes.training
+        return {**numbers, TRAINING: training} if training else numbers
+
+    def _check_enough(self, found: int) -> None:
+        if found < self.settings.min_replies:
+            raise TooFew(f"{found} good replies, {self.settings.min_replies} are needed")
 
     def _in_proportion(self, state: State, good: Good) -> Good:
         """The replies; one that is out of all proportion counts with the usual length."""
-        if self.settings.norm_bound >= OFF:
+        if self.settings.norm_bound >= guard.OFF:
             return good
-        for group, origin in ((MODEL, state.x), (BUFFERS, state.buffers), (GRADIENT, None)):
-            found = {i: length(r.group(group), origin) for i, r in good.items()}
-            usual = self._usual_length(group, found)
+        origins = {MODEL: state.x, BUFFERS: state.buffers, GRADIENT: zeros_like(state.x)}
+        for group, origin in origins.items():
+            found = {i: guard.length(r.group(group), origin) for i, r in good.items()}
+            # The largest median of the past rounds; in the first one, the replies' own median.
+            past = self.notes.lengths.get(group)
+            usual = max(past) if past else guard.median_length(found.values()) or inf
             bound = self.settings.norm_bound * usual
             far = {i: usual / norm for i, norm in found.items() if norm > bound}
-            good = {i: _shorter(r, group, far.get(i), origin) for i, r in good.items()}
+            for i, factor in far.items():
+                arrays = grouped(**{group: guard.shortened(good[i].group(group), factor, origin)})
+                good = {**good, i: replace(good[i], arrays={**good[i].arrays, **arrays})}
             self.shortened |= far.keys()
             # What most of them send may grow from round to round, though not without a limit.
-            median = median_length(min(norm, bound) for norm in found.values())
+            median = guard.median_length(min(norm, bound) for norm in found.values())
             if median is not None:
                 self.lengths[group] = median
         return good
 
-    def _usual_length(self, group: str, found: Mapping[int, float]) -> float:
-        """The largest median of the past rounds; in the first one, the replies' own median."""
-        past = self.notes.lengths.get(group)
-        return max(past) if past else median_length(found.values()) or inf
-
-    def _mean_gradient(self, share: Tensor, good: Good) -> Tree:
+    def _mean_gradient(self, state: State, share: Tensor, good: Good) -> Tree:
         found = stack([r.group(GRADIENT) for r in good.values()])
-        return combination(self.settings)(share, found)
+        mean = guard.combination(self.settings)(share, found)
+        return self.method.smoothed(state.mean_gradient, mean)
 
     def _share(self, good: Good) -> Tensor:
         """r_i over those that answered; a client that invents samples gains no more than others."""
         sizes = torch.tensor([int(r.numbers[SAMPLES]) for r in good.values()])
-        share = self.method.share(sizes)
-        even = torch.full_like(share, 1 / len(share))
-        return self._limited([*good], share, even)
+        share = self.method.plain_weights(sizes)
+        return self._limited([*good], share, torch.full_like(share, 1 / len(share)))
 
     def _limited(self, ids: list[int], weights: Tensor, share: Tensor) -> Tensor:
-        found = limited_weights(weights, share, self.settings.weight_cap)
+        found = guard.limited_weights(weights, share, self.settings.weight_cap)
         if found is not weights:
             self.limited.add(ids[int(weights.abs().argmax())])
         return found
@@ -304,19 +324,106 @@ class Server:
     def _losses(self, good: Good) -> Tensor:
         loss = torch.tensor([r.numbers[LOSS] for r in good.values()], dtype=torch.float64)
         self.notes.typical_loss = max(self.notes.typical_loss, float(loss.median()))
-        return limited_losses(loss, self.settings.loss_cap * self.notes.typical_loss)
-
-
-def too_few(found: int, settings: FederationSettings) -> TooFew:
-    return TooFew(f"{found} good replies, {settings.min_replies} are needed")
+        return loss.clamp(max=self.settings.loss_cap * self.notes.typical_loss)
 
 
 def model_of(state: State) -> Tree:
-    return grouped(**{MODEL: state.x, BUFFERS: state.buffers})
+    return grouped(x=state.x, buffer=state.buffers)
 
 
-def _shorter(reply: Message, group: str, factor: float | None, origin: Tree | None) -> Message:
-    if factor is None:
-        return reply
-    arrays = grouped(**{group: shortened(reply.group(group), factor, origin)})
-    return replace(reply, arrays={**reply.arrays, **arrays})
+def train_request(state: State, method: Method, known: _Known) -> tuple[Tree, dict[str, Number]]:
+    """What clients need to train: the model, and the averages a and g if the method uses them."""
+    shared = known.mean_gradient if method.uses_mean_gradient else None
+    numbers: dict[str, Number] = {}
+    if method.uses_mean_loss:
+        numbers[MEAN_LOSS] = float(known.mean_loss)
+    return model_of(state) | grouped(g=shared), numbers
+
+
+# -- sums over clients only ------------------------------------------------------------------------
+class Mean(NamedTuple):
+    """Over those that took part. Empty if secure aggregation failed; `lost` says why."""
+
+    ids: list[int]
+    share: Tensor  # r_i, as far as it is known; float64
+    arrays: Tree  # Σ r_i v_i, float64
+    lost: Mapping[int, BadMessage]
+
+
+@runtime_checkable
+class MeanTransport(Transport, Protocol):
+    """Brings nothing but the mean of the clients' contributions back, from evaluations apart."""
+
+    def mean(self, requests: Sequence[Message], like: Tree, seconds: float) -> Mean:
+        """Of arrays with these names and shapes."""
+
+
+@dataclass
+class SummingServer(Server):
+    """A server that learns sums over clients only, as secure aggregation gives them.
+
+    It gets the means of the clients' `contribution`s over those that took part, weighted by r_i.
+    That is enough for a method whose weights and normaliser are sums of what each client adds to
+    them (`is_additive`). The server never sees a single reply, so limits on losses, weights and
+    lengths do not apply.
+    """
+
+    transport: MeanTransport
+
+    def _attempt(self, state: State, attempt: int, score: bool) -> tuple[Outcome, Good]:
+        method, ids = self.method.at_round(state.round), self._invited(state.round, attempt)
+        known = _Known(ids, state.mean_loss, state.mean_gradient)
+        # Averaged with the update: ∇f_i for this round's g or the next one's, f_i for a.
+        by_gradient = self.method.reports_gradient or method.probes
+        averages = grouped(g=state.x if by_gradient else None)
+        if method.uses_mean_loss:
+            averages[LOSS] = torch.zeros(1)
+        if method.probes:
+            stamp = Stamp("probe", state.round, attempt)
+            found = self._mean(stamp, ids, model_of(state), {}, averages)
+            known, averages = _after(found, state, method), {}
+        sent, numbers = train_request(state, method, known)
+        wanted = grouped(x=state.x) | averages
+        if type(method).normaliser is not Method.normaliser:
+            wanted[STEP] = torch.zeros(1)
+        stamp = Stamp("train", state.round, attempt)
+        found = self._mean(stamp, known.ids, sent, numbers, wanted)
+        if averages:
+            known = _after(found, state, method)
+        return self._outcome(state, found, method, known), {}
+
+    def _outcome(self, state: State, found: Mean, method: Method, known: _Known) -> Outcome:
+        step, update = found.arrays.get(STEP, torch.ones(1)), group_of(found.arrays, MODEL)
+        unknown = torch.full_like(found.share, torch.nan)
+        plain = type(method).weigh is Method.weigh  # weights by losses stay the clients' own
+        return self.aggregator(method, found.share, found.ids).outcome(
+            {k: (v / step).to(state.x[k].dtype) for k, v in update.items()},
+            loss=unknown,
+            weights=found.share if plain else unknown,
+            memory=state.memory,
+            buffers={},
+            own=unknown if method.uses_mean_loss else None,
+            mean_gradient=known.mean_gradient if self.method.keeps_gradient else None,
+            mean_loss=known.mean_loss,
+        )
+
+    def _mean(
+        self, stamp: Stamp, ids: list[int], sent: Tree, numbers: dict[str, Number], wanted: Tree
+    ) -> Mean:
+        requests = [Message(stamp, i, sent, self._numbers(numbers)) for i in ids]
+        found = self.transport.mean(requests, wanted, self.settings.deadline)
+        self.notes.refuse(stamp, found.lost.items())
+        self._check_enough(len(found.ids))
+        if not is_finite(found.arrays):
+            raise TooFew("the sum over clients is not finite")
+        return found
+
+
+def _after(found: Mean, state: State, method: Method) -> _Known:
+    """Those that answered, and their a and g."""
+    a = found.arrays[LOSS][0] if LOSS in found.arrays else state.mean_loss
+    mean = group_of(found.arrays, GRADIENT)
+    if not mean:
+        return _Known(found.ids, a, None)
+    mean = {name: leaf.to(state.x[name].dtype) for name, leaf in mean.items()}
+    return _Known(found.ids, a, method.smoothed(state.mean_gradient, mean))

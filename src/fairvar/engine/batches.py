@@ -102,11 +102,15 @@ class Schedule:
         local_epochs: int | None,
         seed: int,
         batch_norm: bool,
+        drop_last: bool = False,
     ) -> Schedule:
         sizes = split.counts.tolist()
         if batch_norm:
             _check_batch_norm(sizes, batch_size)
-        passes = [_batches_per_pass(size, batch_size, batch_norm) for size in sizes]
+        # One sample has no variance: batch norm cannot train on it (FL-bench drops it as well).
+        least = 2 if batch_norm else 1
+        least = batch_size if drop_last and batch_size is not None else least
+        passes = [_batches_per_pass(size, batch_size, least) for size in sizes]
         if local_epochs is None:
             steps = [local_steps] * len(sizes)
         else:
@@ -189,12 +193,24 @@ class Slots(NamedTuple):
     start: Int64[Tensor, " m"]  # the first slot of each place
 
 
-class BlockLayout(NamedTuple):
+class Padded(NamedTuple):
+    """Stretches of samples that follow each other, as rows of one width: the only padded layout."""
+
+    slot: Int64[Tensor, "rows width"]  # of each sample; padding repeats the first of its row
+    real: Bool[Tensor, "rows width"]
+
+    @staticmethod
+    def build(start: Int64[Tensor, " rows"], length: Int64[Tensor, " rows"], width: int) -> Padded:
+        column = torch.arange(width, device=start.device)
+        real = column < length[:, None]
+        return Padded(start[:, None] + torch.where(real, column, 0), real)
+
+
+class Blocks(NamedTuple):
     """The first step of a cohort in blocks of one width, each of one client. Blocks of width one
     are its samples without padding; blocks as wide as a batch are its clients."""
 
-    slot: Int64[Tensor, "blocks width"]  # in a shuffle; padding repeats the client's first
-    real: Bool[Tensor, "blocks width"]
+    rows: Padded  # of a shuffle
     share: Float64[Tensor, "blocks width"]  # of each sample in its client's mean; 0 for padding
     place: Int64[Tensor, " blocks"]
 
@@ -254,28 +270,25 @@ class Cohort:
         if self.known is not None:
             start = torch.cumsum(self.counts, 0) - self.counts
             return Slots(place, client, position, first_row[place] + position, None, start)
-        real = position < self.counts[place]
-        row = first_row[place] + torch.where(real, position, 0)
+        row, real = (v.flatten() for v in Padded.build(first_row, self.counts, sizes[0]))
         return Slots(place, client, position, row, real, self.places * sizes[0])
 
     @cached_property
-    def _made(self) -> dict[int, BlockLayout]:
+    def _made(self) -> dict[int, Blocks]:
         return {}
 
-    def blocks(self, width: int) -> BlockLayout:
+    def blocks(self, width: int) -> Blocks:
         """The first step cut into blocks of this width."""
         if width not in self._made:
             self._made[width] = self._cut(width)
         return self._made[width]
 
-    def _cut(self, width: int) -> BlockLayout:
-        device = self.ids.device
-        place, number = _spans([-(-length // width) for length in self._lengths], device)
-        position = number[:, None] * width + torch.arange(width, device=device)
-        length = torch.clamp(self.counts, max=self.schedule.width)[place][:, None]
-        real = position < length
-        slot = self.slots.start[place][:, None] + torch.where(real, position, 0)
-        return BlockLayout(slot, real, real / length.double(), place)
+    def _cut(self, width: int) -> Blocks:
+        cut = [-(-length // width) for length in self._lengths]
+        place, number = _spans(cut, self.ids.device)
+        length, done = self.counts.clamp(max=self.schedule.width)[place], number * width
+        rows = Padded.build(self.slots.start[place] + done, length - done, width)
+        return Blocks(rows, rows.real / length.double()[:, None], place)
 
     def pads(self, step: int, places: list[int]) -> bool:
         """Whether the batch of any of these places is shorter than the width in this step."""
@@ -324,20 +337,16 @@ class RoundBatches:
     cohort: Cohort
     shuffled: Int64[Tensor, "passes s"]  # rows of the training split, slot by slot
 
-    def rows(
-        self, step: int, places: Int64[Tensor, " k"]
-    ) -> tuple[Int64[Tensor, "k width"], Bool[Tensor, "k width"]]:
-        """Rows of the training split for this step, padded to one width; which of them are real."""
+    def rows(self, step: int, places: Int64[Tensor, " k"]) -> Padded:
+        """Rows of the training split for this step, padded to one width."""
         cohort, schedule = self.cohort, self.cohort.schedule
-        counts, offsets = cohort.counts[places], cohort.slots.start[places]
-        per_pass, size = cohort.per_pass[places], schedule.width
-        start = (step % per_pass) * size if not schedule.full_batch else torch.zeros_like(counts)
-        number = step // per_pass if not schedule.full_batch else torch.zeros_like(counts)
-        length = torch.clamp(counts - start, max=size)
-        column = torch.arange(size, device=places.device)
-        real = column < length[:, None]
-        slot = (offsets + start)[:, None] + torch.where(real, column, 0)
-        return self.shuffled[number[:, None], slot], real
+        counts, first = cohort.counts[places], cohort.slots.start[places]
+        number = done = torch.zeros_like(counts)
+        if not schedule.full_batch:
+            per_pass = cohort.per_pass[places]
+            number, done = step // per_pass, (step % per_pass) * schedule.width
+        slot, real = Padded.build(first + done, counts - done, schedule.width)
+        return Padded(self.shuffled[number[:, None], slot], real)
 
 
 def _spans(
@@ -353,12 +362,12 @@ def _spans(
     return owner.to(device), (torch.arange(len(owner)) - start[owner]).to(device)
 
 
-def _batches_per_pass(size: int, batch_size: int | None, batch_norm: bool) -> int:
+def _batches_per_pass(size: int, batch_size: int | None, least: int) -> int:
+    """Batches of at least so many samples; a client with fewer has one batch of all of them."""
     if batch_size is None or batch_size >= size:
         return 1
     full, rest = divmod(size, batch_size)
-    # One sample has no variance: batch norm cannot train on it (FL-bench drops it as well).
-    return full + (rest > (1 if batch_norm else 0))
+    return full + (rest >= least)
 
 
 def _check_batch_norm(sizes: list[int], batch_size: int | None) -> None:

@@ -27,9 +27,9 @@ from torch import Tensor
 from fairvar.engine.evaluate import Seen
 from fairvar.engine.kernels import Recordable, Splits
 from fairvar.engine.run import Run
+from fairvar.engine.settings import CONSTANT
 from fairvar.engine.state import Outcome, State, settle
 from fairvar.methods.base import Method
-from fairvar.models.check import tells_all
 
 LATER = 1  # the round that is recorded: in the first a warm start may act differently
 WARM_UP = 2  # rounds before recording: libraries choose and load their kernels
@@ -65,7 +65,7 @@ class Captured:
         """The next rounds are those of this kernel: same operations, other numbers."""
         for name, values in kernel.numbers().items():
             self.numbers[name].copy_(torch.tensor(values, dtype=torch.float64))
-        self.given = kernel
+        self.given, self.rates = kernel, self.numbers["lr"].clone()
 
     def step(
         self, state: State, diverged_at: Tensor, splits: Splits | None
@@ -78,11 +78,16 @@ class Captured:
                 mine.copy_(given)
         before = state.map(torch.clone) if splits is not None else state
         self.names.copy_(torch.tensor(_names(self.given.run, t)))
+        run = self.given.run
+        if run.lr_schedule != CONSTANT:
+            self.numbers["lr"].copy_(self.rates * run.lr_schedule.factor(t, run.rounds))
         self._repeat()
         assert self.made is not None
         self.state = replace(self.state, round=t + 1)
-        kept = {k: getattr(self.made.outcome, k).clone() for k in ("loss", "weights", "ascended")}
-        outcome = replace(self.made.outcome, **kept)
+        made = self.made.outcome
+        kept = {k: getattr(made, k).clone() for k in ("loss", "weights", "ascended")}
+        who = None if made.answered is None else made.answered.clone()
+        outcome = replace(made, **kept, answered=who)
         seen = None
         if splits is not None:
             seen = self.given.see(before, t, self.made.work, splits)
@@ -91,7 +96,9 @@ class Captured:
     def compute(self) -> Made:
         """Changes nothing: it runs a few times before the recording."""
         outcome, work = self.kernel.compute(self.state, LATER)
-        return Made(*settle(self.state, self.diverged_at, outcome, self.names[0]), outcome, work)
+        optimiser = self.kernel.run.optimiser
+        after = settle(self.state, self.diverged_at, outcome, self.names[0], optimiser)
+        return Made(*after, outcome, work)
 
     def _store(self, made: Made) -> None:
         for mine, new in zip(self._fixed(), (made.diverged_at, *made.state.tensors()), strict=True):
@@ -149,6 +156,7 @@ def live_run(run: Run, names: Tensor, numbers: Mapping[str, Tensor]) -> Run:
     return replace(
         run,
         lr=numbers.get("lr", run.lr),
+        lr_schedule=CONSTANT,  # `Captured.step` writes each round's
         method=run.method.with_numbers(own),
         schedule=replace(run.schedule, live_keys=names[1:after]),
         participation=who if who.everyone else replace(who, live=names[after:]),
@@ -170,7 +178,8 @@ class Recordings:
         self.kept: OrderedDict[object, Captured] = OrderedDict()
 
     def find(self, kernel: Recordable, path: str, state: State, diverged_at: Tensor) -> Captured:
-        key = _key(kernel.run, path)
+        """`path`, and the number of clients per call that memory allows, choose the operations."""
+        key = kernel.run.kind, path, kernel.run.chunk
         found = self.kept.pop(key, None)
         if found is None:
             found = Captured(kernel, state, diverged_at)
@@ -185,17 +194,6 @@ class Recordings:
 
 
 RECORDINGS = Recordings()
-
-
-def _key(run: Run, path: str) -> object:
-    """Two runs with one key consist of the same operations on the same data."""
-    module = run.task.original
-    model = repr(module) if tells_all(module) else id(module)
-    shapes = tuple((k, v.shape, v.dtype) for k, v in run.task.params.items())
-    schedule = run.schedule
-    asked = run.participation.number
-    work = (schedule.batch_size, tuple(schedule.steps), run.clip_norm, run.chunk, run.precision)
-    return path, id(run.federation), run.task.loss, model, shapes, run.method.form, work, asked
 
 
 def try_step(

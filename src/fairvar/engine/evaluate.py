@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.func import vmap
 
 from fairvar.data.federation import Split
-from fairvar.engine.batches import Cohort
-from fairvar.engine.task import Task
+from fairvar.engine.batches import Cohort, Padded
+from fairvar.engine.task import Task, channels_last
 from fairvar.tree import Tree
 
 BLOCK = 256  # samples of a client that its local model sees at once
@@ -52,7 +52,8 @@ def evaluate_shared(
         for i in range(0, len(place), piece):
             some = slice(i, i + piece)
             taken = some if rows is None else rows[some]
-            found = _score(task, task.predict(params, buffers, split.x[taken]), split.y[taken])
+            x, y = channels_last(split.x[taken]), split.y[taken]
+            found = _score(task, task.predict(params, buffers, x), y)
             total.index_add_(1, place[some], found if real is None else found * real[some])
     return _means(total, counts)
 
@@ -64,13 +65,12 @@ def evaluate_local(
     counts = split.counts_there[ids]
     offsets = torch.tensor(split.offsets, device=ids.device)[ids]
     total = torch.zeros(2, len(ids), dtype=torch.float64, device=ids.device)
-    column = torch.arange(min(BLOCK, int(split.counts.max())), device=ids.device)
-    predict = _one_by_one(task) if task.loop_only else vmap(task.predict)
+    width = min(BLOCK, int(split.counts.max()))
+    predict = _one_by_one(task) if task.loop_only or task.in_turn else vmap(task.predict)
     with torch.no_grad():
-        for start in range(0, int(counts.max()), len(column)):
-            place = start + column
-            real = place < counts[:, None]
-            rows = torch.clamp(offsets[:, None] + torch.where(real, place, 0), max=len(split.y) - 1)
+        for start in range(0, int(counts.max()), width):
+            rows, real = Padded.build(offsets + start, counts - start, width)
+            rows = rows.clamp(max=len(split.y) - 1)  # of a client without samples here
             y = split.y[rows]
             outputs = predict(params, buffers, split.x[rows])
             scores = _score(task, outputs.flatten(0, 1), y.flatten(0, 1))
@@ -79,12 +79,14 @@ def evaluate_local(
 
 
 def _one_by_one(task: Task) -> Callable[[Tree, Tree, Tensor], Tensor]:
-    """For modules that vmap refuses."""
+    """For modules that vmap refuses, and where it is slower."""
 
     def predict(params: Tree, buffers: Tree, x: Tensor) -> Tensor:
         own = [({k: v[i] for k, v in params.items()}, {k: v[i] for k, v in buffers.items()})
                for i in range(len(x))]  # fmt: skip
-        return torch.stack([task.predict(p, b, x[i]) for i, (p, b) in enumerate(own)])
+        return torch.stack(
+            [task.predict(p, b, channels_last(x[i])) for i, (p, b) in enumerate(own)]
+        )
 
     return predict
 

@@ -25,7 +25,7 @@ from fairvar.engine.losses import LOSSES, LossFunction
 from fairvar.engine.recorder import Checkpoint, check_tables, scored_keys
 from fairvar.engine.run import Run, arithmetic
 from fairvar.engine.server import Aggregator
-from fairvar.engine.settings import EvaluateSettings, TrainSettings
+from fairvar.engine.settings import EvaluateSettings, TrainSettings, kind_of
 from fairvar.engine.state import GOING, check_fits, initial_state
 from fairvar.engine.train import prepare, provenance
 from fairvar.engine.trainer import Keep, Progress, Runs, train_rounds
@@ -88,7 +88,7 @@ class Grid:
         self.members, first = list(members), members[0]
         self.prepared = prepare(first.model, federation, first.method, loss, first.settings)
         self.run = self.prepared.run
-        if self.prepared.path != "linear" or not _alike(members):
+        if self.prepared.path != "linear" or first.method.personal or not _alike(members):
             raise BadInput("these runs cannot be trained together; train them one by one")
         seeds = [0 if self.run.schedule.full_batch else m.settings.seed for m in members]
         self.places = [[i for i, s in enumerate(seeds) if s == seed] for seed in sorted(set(seeds))]
@@ -102,7 +102,7 @@ class Grid:
             [member.settings.lr for member in members],
         )
         splits = tuple(s for s in when.splits if s in self.run.federation.splits)
-        scored = scored_keys(splits, when)
+        scored = scored_keys(splits, when, self.run.method)
         starts = [self._start(member, scored) for member in members]
         runs = Runs(kernel, starts, splits, when.local, every_round=False)
         if self.prepared.captures:
@@ -111,12 +111,13 @@ class Grid:
 
     def _start(self, member: Member, scored: Sequence[Key]) -> Checkpoint:
         params = _first_parameters(self.run, member)
-        fresh, start = initial_state(member.method, params, {}, self.run.clients), member.start
+        fresh = initial_state(member.method, params, {}, self.run.clients, self.run.optimiser)
+        start = member.start
         if start is None:
             return Checkpoint(fresh, None)
-        check_fits(start.state, fresh, member.settings.rounds)
-        check_tables(start, self.run.clients, scored, every_round=False)
-        return start._replace(state=start.state.to(self.run.device))
+        state = check_fits(start.state, fresh, member.settings.rounds)
+        check_tables(start, self.run.participation, scored, every_round=False)
+        return start._replace(state=state.to(self.run.device))
 
     def in_order(self, made: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Checkpoints of the parts in the order of the members."""
@@ -127,9 +128,9 @@ class Grid:
         found = []
         for places, part in zip(self.places, self.parts, strict=True):
             for r, (i, made) in enumerate(zip(places, part.checkpoints(), strict=True)):
-                birth = provenance(self.prepared, self.members[i].settings, seconds)
-                birth["together"] = len(self.members)
-                found.append((i, part.recorder.history(made, r, self.run.samples, birth)))
+                origin = provenance(self.prepared, self.members[i].settings, seconds)
+                origin["together"] = len(self.members)
+                found.append((i, part.recorder.history(made, r, self.run.samples, origin)))
         return [history for _, history in sorted(found, key=itemgetter(0))]
 
 
@@ -137,6 +138,7 @@ def trains_together(members: Sequence[Member], federation: Federation, loss: str
     """Whether these runs may be given to `train_grid`, and gain by it."""
     first = members[0]
     known = len(members) > 1 and loss in LOSSES and _alike(members)
+    known &= first.method.personal is None  # each run would hold a model per client
     if not known or first.settings.engine not in ("auto", "linear"):
         return False
     module = first.model if isinstance(first.model, nn.Module) else _build(first, federation)
@@ -177,9 +179,8 @@ def _alike(members: Sequence[Member]) -> bool:
     """They differ in numbers, learning rates and seeds only, and have done as many rounds."""
 
     def kind(member: Member) -> tuple[object, ...]:
-        settings = msgspec.structs.replace(member.settings, lr=1.0, seed=0)
         model = member.model if isinstance(member.model, str) else repr(member.model)
-        return settings, member.method.form, model
+        return kind_of(member.settings, member.method, member.settings.rounds, model)
 
     rounds = {0 if m.start is None else m.start.state.round for m in members if m.going}
     return all(kind(m) == kind(members[0]) for m in members) and len(rounds) <= 1

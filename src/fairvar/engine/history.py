@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
@@ -20,7 +21,8 @@ from fairvar.methods.base import Method
 from fairvar.metrics import Fairness, fairness
 
 Key = tuple[str, str]  # (split, model): ("test", "global"), ("valid", "local"), …
-MODELS = ("global", "local")
+MODELS = ("global", "local", "personal")
+NOBODY = -1  # in place of the id of a participant that did not answer
 Tables = dict[str, Tensor]  # observations as flat tensors, named "loss", "accuracy/test/global", …
 
 
@@ -57,8 +59,13 @@ class Measured(dict[Key, Tensor]):
 class History:
     """Row r of `loss` and `weights` is round t = `observed[r]` (all rounds from 0 on or, if `state`
     was given to `train`, from `state.round` on; read from a stored run, those that were evaluated).
+    Where some clients were drawn for each round, only theirs are kept: `participants`,
+    `participant_loss` and `participant_weights` (T, m); `loss` and `weights` (T, n) are then made
+    when they are asked for, with NaN and 0 for the other clients.
+
     Row e of an evaluated quantity was seen after `evaluated[e]` rounds. "global" is the shared
-    model x^{t+1}, "local" the client's x_i^{t+1} before aggregation.
+    model x^{t+1}, "local" the client's x_i^{t+1} before aggregation, "personal" the model v_i^{t+1}
+    that the client keeps, where the method has such.
 
     Rounds are numbered from the first round of training. `rounds`, `exchanges` and the bytes count
     what this history covers: of a run that `train` continued from a state, the
@@ -69,8 +76,8 @@ class History:
     state: State
     rounds: int  # that this history covers
     observed: Int64[Tensor, " T"]
-    loss: Float64[Tensor, "T n"]  # f_i(x^t) on training data
-    weights: Float64[Tensor, "T n"]  # aggregation weights as used
+    participant_loss: Float64[Tensor, "T m"]  # f_i(x^t) on training data
+    participant_weights: Float64[Tensor, "T m"]  # aggregation weights as used
     ascended: Float64[Tensor, " T"]  # share of clients whose own gradient had a negative factor
     evaluated: Int64[Tensor, " E"]
     accuracy: Mapping[Key, Float64[Tensor, "E n"]]
@@ -82,17 +89,53 @@ class History:
     bytes_down: int  # per client, in all
     bytes_up: int
     diverged_at: int | None = None  # the first round whose losses or model were not finite
-    birth: Mapping[str, Any] = field(default_factory=dict)  # version, device, seed, wall time
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # version, device, seed, wall time
     classifies: bool = True  # there are labels, so that accuracies can be measured
+    # Whose column it is, round by round; `NOBODY` if the client did not answer. None: client i's.
+    participants: Int64[Tensor, "T m"] | None = None
 
     def __post_init__(self) -> None:
         for quantity in ("accuracy", "evaluated_loss"):
             tables = Measured(getattr(self, quantity), partial(self._why_not, quantity))
             object.__setattr__(self, quantity, tables)
 
+    @property
+    def clients(self) -> int:
+        return self.update_norm.shape[1]
+
+    @property
+    def loss(self) -> Float64[Tensor, "T n"]:
+        """f_i(x^t) on training data; NaN for clients that did not take part."""
+        return self._of_all(self.participant_loss, torch.nan)
+
+    @property
+    def weights(self) -> Float64[Tensor, "T n"]:
+        """Aggregation weights as used; 0 for clients that did not take part."""
+        return self._of_all(self.participant_weights, 0.0)
+
+    def _of_all(self, values: Tensor, absent: float) -> Tensor:
+        if self.participants is None:
+            return values
+        n = self.clients
+        table = values.new_full((len(values), n + 1), absent)  # column n: of `NOBODY`
+        places = torch.where(self.participants == NOBODY, n, self.participants)
+        return table.scatter_(1, places, values)[:, :n]
+
+    def at_evaluations(self) -> History:
+        """The same history with the losses and weights of evaluated rounds only."""
+        kept = torch.isin(self.observed + 1, self.evaluated)
+        who = self.participants
+        return replace(
+            self,
+            observed=self.observed[kept],
+            participant_loss=self.participant_loss[kept],
+            participant_weights=self.participant_weights[kept],
+            ascended=self.ascended[kept],
+            participants=None if who is None else who[kept],
+        )
+
     def __repr__(self) -> str:
-        clients = self.loss.shape[1]
-        text = f"{self.method.label}, {self.rounds} rounds, {clients} clients"
+        text = f"{self.method.label}, {self.rounds} rounds, {self.clients} clients"
         return f"<History: {text}{'; ' + self.divergence if self.divergence else ''}>"
 
     @property
@@ -125,6 +168,8 @@ class History:
             return f"{start}: regression has no accuracy, only labels have; see evaluated_loss"
         if self.samples and split not in self.samples:
             return f"{start}: the federation has no {split} data; give {split}=… where it is made"
+        if model == "personal" and self.method.personal is None:
+            return f"{start}: {self.method.label} has none; Ditto has"
         if model == "local" and (split, "global") in there:
             return f"{start}: local models were not evaluated; set evaluate_local=True"
         known = ", ".join("/".join(k) for k in there) or "none"
@@ -139,8 +184,26 @@ class History:
             raise BadInput("the final model was not kept: this run was condensed; run it again")
         return {**self.state.params, **self.state.buffers}
 
-    def fairness(self, split: str = "test", model: str = "global", at: int = -1) -> Fairness:
-        """The fairness of client accuracies at one evaluated round (the last by default)."""
+    def personal_model(self, client: int) -> dict[str, Tensor]:
+        """The final personal model of a client as a state dict, as `model`."""
+        models = self.state.personal
+        if models is None:
+            raise BadInput(
+                f"{self.method.label} has no personal models"
+                if self.method.personal is None
+                else "the personal models are not here: they stay on the nodes of a deployed run, "
+                "and condensed runs keep no models"
+            )
+        clients = self.loss.shape[1]
+        if not isinstance(client, int) or not 0 <= client < clients:
+            raise BadInput(f"client = {shown(client)}: there are clients 0 to {clients - 1}")
+        return {name: leaf[client] for name, leaf in models.items()}
+
+    def fairness(self, split: str = "test", model: str | None = None, at: int = -1) -> Fairness:
+        """The fairness of client accuracies at one evaluated round (the last by default). By
+        default of the model that the method is reported by: personal models where it has such, the
+        global model otherwise."""
+        model = self.method.reported_model if model is None else model
         if not (isinstance(split, str) and isinstance(model, str)):
             raise BadInput(self._why_not("accuracy", (split, model)))
         table = self.accuracy[split, model]
@@ -149,31 +212,37 @@ class History:
         return fairness(table[at], self.samples[split])
 
     def to_frame(self) -> Frame:
-        """One row per (round, client, split, model, quantity).
+        """One row per (round, client, split, model, quantity); losses and weights of participants.
 
         `round` is the number of rounds that the model has behind it: in row r "loss" is f_i(x^r),
         "weight" was used to make x^{r+1}, "accuracy" and "evaluated_loss" are those of x^r (or of
         the local models from which x^r was made)."""
-        blocks: list[tuple[str, str, str, Tensor, Tensor]] = []
-        blocks.append(("train", "global", "loss", self.observed, self.loss))
-        blocks.append(("", "", "weight", self.observed, self.weights))
-        for quantity, values in (
-            ("accuracy", self.accuracy),
-            ("evaluated_loss", self.evaluated_loss),
-        ):
-            for (split, model), table in values.items():
-                blocks.append((split, model, quantity, self.evaluated, table))
+        drawn, at = self.participants, self.observed
+        blocks = [("train", "global", "loss", at, self.participant_loss, drawn),
+                  ("", "", "weight", at, self.participant_weights, drawn)]  # fmt: skip
+        for quantity in ("accuracy", "evaluated_loss"):
+            for (split, model), table in getattr(self, quantity).items():
+                blocks.append((split, model, quantity, self.evaluated, table, None))
         columns: dict[str, list[Any]] = {
             k: [] for k in ("round", "client", "split", "model", "quantity", "value")
         }
-        for split, model, quantity, at, table in blocks:
-            clients = table.shape[1]
-            columns["round"].append(np.repeat(at.numpy(), clients))
-            columns["client"].append(np.tile(np.arange(clients), len(at)))
-            columns["value"].append(table.numpy().ravel())
+        for split, model, quantity, at, table, ids in blocks:
+            clients = torch.arange(table.shape[1]).expand(table.shape) if ids is None else ids
+            there = (clients != NOBODY).numpy()
+            columns["round"].append(np.repeat(at.numpy(), there.sum(1)))
+            columns["client"].append(clients.numpy()[there])
+            columns["value"].append(table.numpy()[there])
             for name, text in (("split", split), ("model", model), ("quantity", quantity)):
-                columns[name].append(np.full(table.numel(), text))
+                columns[name].append(np.full(there.sum(), text))
         return Frame({name: np.concatenate(parts) for name, parts in columns.items()})
+
+
+def are_ids(table: Tensor, clients: int) -> bool:
+    """Whether its rows hold ids of clients, rising, and `NOBODY` after the last."""
+    if table.dtype != torch.int64 or bool(((table < NOBODY) | (table >= clients)).any()):
+        return False
+    now, then = table[:, :-1], table[:, 1:]
+    return bool(((then == NOBODY) | ((now != NOBODY) & (then > now))).all())
 
 
 def history_from_tables(
@@ -186,7 +255,7 @@ def history_from_tables(
     samples: Mapping[str, Tensor],
     classifies: bool,
     diverged_at: int | None,
-    birth: Mapping[str, Any],
+    provenance: Mapping[str, Any],
 ) -> History:
     """The History of a run that has just ended, or of one that was stored."""
 
@@ -200,8 +269,9 @@ def history_from_tables(
         state=state,
         rounds=rounds,
         observed=observed,
-        loss=tables["loss"],
-        weights=tables["weights"],
+        participant_loss=tables["loss"],
+        participant_weights=tables["weights"],
+        participants=tables.get("participants"),
         ascended=tables["ascended"],
         evaluated=tables["evaluated"],
         accuracy=group("accuracy") if classifies else {},
@@ -213,6 +283,6 @@ def history_from_tables(
         bytes_down=bytes_down,
         bytes_up=bytes_up,
         diverged_at=diverged_at,
-        birth=birth,
+        provenance=provenance,
         classifies=classifies,
     )

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fairvar.errors import BadInput, unknown
-from fairvar.models.check import one_line
+from fairvar.errors import BadInput, cause, unknown
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -57,7 +56,7 @@ def check_loss(loss: LossFunction, outputs: Tensor, targets: Tensor, classes: in
     try:
         values = loss(outputs, targets)
     except Exception as error:
-        raise BadInput(f"the loss fails on {shapes}: {one_line(error)}") from error
+        raise BadInput(f"the loss fails on {shapes}: {cause(error)}") from error
     if not isinstance(values, Tensor) or values.shape != (len(targets),):
         found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise BadInput(

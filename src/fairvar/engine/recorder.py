@@ -10,15 +10,24 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
+from fairvar.engine.batches import Participation
 from fairvar.engine.evaluate import Scores, Seen
-from fairvar.engine.history import History, Key, Tables, history_from_tables
+from fairvar.engine.history import (
+    MODELS,
+    NOBODY,
+    History,
+    Key,
+    Tables,
+    are_ids,
+    history_from_tables,
+)
 from fairvar.engine.run import Run
 from fairvar.engine.settings import EvaluateSettings
 from fairvar.engine.state import GOING, DoesNotFit, Outcome, State
 from fairvar.methods.base import Method
 from fairvar.tree import is_finite, size
 
-PER_ROUND = ("loss", "weights", "ascended")
+PER_ROUND = ("loss", "weights", "ascended", "participants")
 SCORES = ("accuracy/", "evaluated_loss/")  # then the split and the model
 
 
@@ -42,26 +51,30 @@ class Evaluation(NamedTuple):
     update_norm: Float64[Tensor, "runs n"]
 
     @staticmethod
-    def build(shared: Mapping[str, Scores], seen: Seen | None, loss: Tensor) -> Evaluation:
-        """`loss` gives the shape of what was not observed."""
-        scores: dict[Key, Scores] = {}
-        for split, found in shared.items():
-            scores[split, "global"] = found
-            if seen is not None:
-                scores[split, "local"] = seen.local[split]
+    def build(scores: Mapping[Key, Scores], seen: Seen | None, loss: Tensor, n: int) -> Evaluation:
+        """`scores` of global and personal models of n clients; `loss` gives the runs and the device
+        of what was not observed."""
+        local = {} if seen is None else seen.local
+        found = {**scores, **{(split, "local"): table for split, table in local.items()}}
+        splits = dict.fromkeys(split for split, _ in scores)
+        keys = [(split, model) for split in splits for model in MODELS]
+        scores = {key: found[key] for key in keys if key in found}
         if seen is not None:
             return Evaluation(scores, seen.gradient_variance, seen.update_norm)
-        nothing = torch.full_like(loss, torch.nan)
+        nothing = loss.new_full((len(loss), n), torch.nan)
         return Evaluation(scores, nothing[:, 0], nothing)
 
     def is_finite(self, all_answer: bool) -> Bool[Tensor, " runs"]:
         """False where a model is so far off that its losses overflow. Where all clients answer, a
         global model without a single loss has overflowed too."""
         fine = ~torch.isinf(self.update_norm).any(1)
-        for (_, model), scores in self.scores.items():
+        for (split, model), scores in self.scores.items():
             fine &= ~torch.isinf(scores.loss).any(1)
             if model == "global" and all_answer:
                 fine &= ~torch.isnan(scores.loss).all(1)
+            if model == "personal" and all_answer:  # a client with samples has a loss
+                has_samples = ~torch.isnan(self.scores[split, "global"].loss)
+                fine &= ~(torch.isnan(scores.loss) & has_samples).any(1)
         return fine
 
 
@@ -70,6 +83,9 @@ class Recorder:
     """Keeps everything on the runs' device until it is asked for tables.
 
     A single run keeps every round. Runs of a grid keep evaluated rounds: a grid has thousands.
+    Where some of the clients are drawn for each round, rows of losses and weights are theirs alone
+    (m columns, and their ids in a third table): what a round costs must not grow with all clients.
+    A participant that did not answer leaves a column with the id `NOBODY`, loss NaN and weight 0.
     """
 
     run: Run  # of the first; all have its model and its clients
@@ -77,13 +93,20 @@ class Recorder:
     before: Sequence[Tables]  # of each run, from its checkpoint
     first_round: int
     every_round: bool
-    rounds: list[tuple[int, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    rounds: list[tuple[int, Tensor, Tensor, Tensor, Tensor | None]] = field(default_factory=list)
     evaluations: list[tuple[int, Evaluation]] = field(default_factory=list)
 
     def write(self, t: int, outcome: Outcome) -> None:
         """Round t of all runs; for runs that had diverged, the rows are left out later."""
-        weights = outcome.weights.expand_as(outcome.loss)
-        self.rounds.append((t, outcome.loss, weights, outcome.ascended))
+        loss, weights, ids = outcome.loss, outcome.weights.expand_as(outcome.loss), outcome.answered
+        who = self.run.participation
+        if ids is not None and len(ids) < who.number:
+            place = ids if who.everyone else torch.arange(len(ids), device=ids.device)
+            loss = _placed(loss, place, who.number, torch.nan)
+            weights = _placed(weights, place, who.number, 0.0)
+            ids = _placed(ids, place, who.number, NOBODY)
+        drawn = None if who.everyone or ids is None else ids.expand(loss.shape)
+        self.rounds.append((t, loss, weights, outcome.ascended, drawn))
 
     def write_evaluation(self, rounds_done: int, evaluation: Evaluation) -> None:
         self.evaluations.append((rounds_done, evaluation))
@@ -99,20 +122,21 @@ class Recorder:
             rows, seen = observed < end - (not self.every_round), evaluated < end
             new = {k: v[rows if k in PER_ROUND else seen, r] for k, v in whole.items()}
             new["evaluated"] = evaluated[seen]
-            tables = _continued(before, new, self.run.clients)
+            tables = _continued(before, new, self.run.participation)
             tables["counters"] = self._counters(r, done[r])
             tables["diverged_at"] = torch.tensor(diverged_at[r])
             found.append(tables)
         return found
 
     def _whole(self) -> Tables:
-        """Tables over (rounds, runs, clients) or (rounds, runs)."""
+        """Tables over (rounds, runs, clients or participants) or (rounds, runs)."""
         if not self.rounds:
             return {}
         _, *columns = zip(*self.rounds, strict=True)
         found = {
             name: torch.stack(list(column)).cpu()
             for name, column in zip(PER_ROUND, columns, strict=True)
+            if column[0] is not None
         }
         seen = [evaluation for _, evaluation in self.evaluations]
         if not seen:
@@ -142,7 +166,7 @@ class Recorder:
         made: Checkpoint,
         r: int,
         samples: Mapping[str, Tensor],
-        birth: Mapping[str, Any],
+        provenance: Mapping[str, Any],
     ) -> History:
         """Of run r, whose last checkpoint is `made`."""
         state, tables, diverged_at = made.state, made.tables or {}, made.diverged_at
@@ -162,7 +186,7 @@ class Recorder:
             samples=samples,
             classifies=self.run.task.classifies,
             diverged_at=None if diverged_at == GOING else diverged_at,
-            birth=birth,
+            provenance=provenance,
         )
 
 
@@ -170,12 +194,20 @@ def _end(diverged_at: int) -> float:
     return float("inf") if diverged_at == GOING else diverged_at
 
 
-def _continued(before: Tables, new: Tables, clients: int) -> Tables:
+def _placed(values: Tensor, place: Tensor, width: int, absent: float) -> Tensor:
+    """Values at their places in rows of this width."""
+    table = values.new_full((*values.shape[:-1], width), absent)
+    return table.index_copy(-1, place, values)
+
+
+def _continued(before: Tables, new: Tables, who: Participation) -> Tables:
     """The rows of both; tables without rows where there are none."""
-    whole = torch.zeros(0, clients, dtype=torch.float64)
+    whole = torch.zeros(0, who.clients, dtype=torch.float64)
+    drawn = whole[:, : who.number]
     empty: Tables = {
-        "loss": whole,
-        "weights": whole,
+        "loss": drawn,
+        "weights": drawn,
+        **({} if who.everyone else {"participants": drawn.long()}),
         "ascended": whole[:, 0],
         "evaluated": torch.zeros(0, dtype=torch.int64),
         "gradient_variance": whole[:, 0],
@@ -188,14 +220,14 @@ def _continued(before: Tables, new: Tables, clients: int) -> Tables:
     }
 
 
-def scored_keys(splits: Sequence[str], when: EvaluateSettings) -> list[Key]:
+def scored_keys(splits: Sequence[str], when: EvaluateSettings, method: Method) -> list[Key]:
     """What an evaluation scores."""
-    models = ("global", "local") if when.local else ("global",)
-    return [(split, model) for split in splits for model in models]
+    asked = {"global": True, "local": when.local, "personal": method.personal is not None}
+    return [(split, model) for split in splits for model in MODELS if asked[model]]
 
 
 def check_tables(
-    start: Checkpoint, clients: int, scored: Sequence[Key], every_round: bool = True
+    start: Checkpoint, who: Participation, scored: Sequence[Key], every_round: bool = True
 ) -> None:
     """Whether the tables of a checkpoint are what a run would have written that scores these splits
     and models. They come from files."""
@@ -206,19 +238,22 @@ def check_tables(
                   for n in ("loss", "evaluated"))  # fmt: skip
     keys = [f"{what}{split}/{model}" for what in SCORES for split, model in scored if seen > 0]
     wanted = {
-        "loss": (rows, clients),
-        "weights": (rows, clients),
+        "loss": (rows, who.number),
+        "weights": (rows, who.number),
+        **({} if who.everyone else {"participants": (rows, who.number)}),
         "ascended": (rows,),
         "evaluated": (seen,),
         "gradient_variance": (seen,),
-        "update_norm": (seen, clients),
+        "update_norm": (seen, who.clients),
         "counters": (3,),
-        **dict.fromkeys(keys, (seen, clients)),
+        **dict.fromkeys(keys, (seen, who.clients)),
     }
     for name, shape in wanted.items():
         if name not in tables or tuple(tables[name].shape) != shape:
             found = tuple(tables[name].shape) if name in tables else "absent"
             raise DoesNotFit(f"its table {name} is {found}")
+    if not who.everyone and not are_ids(tables["participants"], who.clients):
+        raise DoesNotFit("its table participants holds something other than ids of clients")
     after = tables["evaluated"].tolist()
     if rows > rounds or after != sorted(set(after)) or not all(0 < t <= rounds for t in after):
         raise DoesNotFit(f"its tables are of other rounds than the {rounds} that it has done")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Float64, Int64
@@ -13,11 +14,13 @@ from torch import Tensor
 
 from fairvar.data.federation import Federation
 from fairvar.engine.batches import Cohort, Participation, Schedule
+from fairvar.engine.optimiser import PLAIN, ServerOptimiser
 from fairvar.engine.server import Aggregator
+from fairvar.engine.settings import CONSTANT, LrSchedule
 from fairvar.engine.task import Task
 from fairvar.methods.base import Method
-from fairvar.models.twice import twice_differentiable
-from fairvar.system.memory import peak_bytes
+from fairvar.models.norm import twice_differentiable
+from fairvar.process import peak_bytes
 from fairvar.tree import Tree, size
 
 # Clients are vectorised in whole tiles. Calls narrower than this make torch choose other kernels on
@@ -33,6 +36,10 @@ class Run:
     method: Method
     schedule: Schedule
     lr: float | Tensor  # a tensor where a captured round reads it from the device
+    lr_schedule: LrSchedule
+    rounds: int  # in all; the schedule needs them
+    weight_decay: float
+    momentum: float
     clip_norm: float | None
     chunk: int  # clients per vectorised call, a multiple of TILE
     piece: int  # samples per pooled call
@@ -42,6 +49,9 @@ class Run:
     precision: str  # of products inside the model
     share: Float64[Tensor, " m"]  # of all clients, or of those in `drawn`
     ids: Int64[Tensor, " m"]
+    optimiser: ServerOptimiser = PLAIN  # of the server
+    compiles: bool = False  # local steps of clients with models of their own
+    kind: object = None  # equal for runs whose rounds consist of the same operations
     drawn: Cohort | None = None  # who takes part in a round; None: all
 
     @property
@@ -58,15 +68,34 @@ class Run:
     def cohort(self) -> Cohort:
         return self.schedule.everyone if self.drawn is None else self.drawn
 
+    @cached_property
+    def personal(self) -> Run:
+        """The run of the clients' personal models."""
+        work, schedule = self.method.personal, self.schedule
+        assert work is not None
+        if work.steps is not None:
+            schedule = replace(schedule, steps=[work.steps] * self.clients)
+        lr = self.lr if work.lr is None else work.lr
+        return replace(self, method=work.method, lr=lr, schedule=schedule)
+
+    def lr_of(self, t: int) -> float | Tensor:
+        """The learning rate of round t."""
+        if self.lr_schedule == CONSTANT:
+            return self.lr
+        return self.lr * self.lr_schedule.factor(t, self.rounds)
+
     def of_round(self, t: int) -> Run:
-        """The same run with the clients of round t only: `share`, `ids` and `cohort` are theirs."""
+        """The same run with the learning rate and the clients of round t only: `share`, `ids` and
+        `cohort` are theirs."""
+        if self.lr_schedule != CONSTANT:
+            return replace(self, lr=self.lr_of(t), lr_schedule=CONSTANT).of_round(t)
         who = self.participation
         if who.everyone:
             return self
         asked = who.of_round(t) if who.live is None else who.live
         known = asked.tolist() if who.live is None else None
         cohort = Cohort(self.schedule, asked.to(self.device), known)
-        share = self.method.share(cohort.counts)
+        share = self.method.plain_weights(cohort.counts)
         return replace(self, share=share, ids=cohort.ids, drawn=cohort)
 
     def server(self, t: int) -> Aggregator:
@@ -186,7 +215,10 @@ def fits_blocked(task: Task, x: Tensor, lengths: list[int], width: int) -> bool:
 
 
 def chunk_for_memory(task: Task, x: Tensor, width: int, curvature: bool) -> int:
-    """Clients per vectorised call that fit a share of the free memory (results stay the same)."""
+    """Clients per vectorised call that fit a share of the free memory (results stay the same).
+    Where clients train in turn, a few models at a time stay in memory that is used again."""
+    if task.in_turn:
+        return whole_tiles(torch.get_num_threads())
     copies, passes = (8, 6) if curvature else (5, 3)  # of the parameters; of the activations
     floats = copies * size(task.params) + passes * width * task.activations
     return whole_tiles(

@@ -1,6 +1,6 @@
 """The server's half of a round: losses → weights → normaliser → Outcome, for one run or many.
 
-    x ← x − Σ_i w_i (x − x_i) / normaliser
+    x ← x − Σ_i w_i (x − x_i) / normaliser − κ η g
 
 Every kernel and every deployment computes Σ_i w_i (x − x_i) in its own way; all else is here.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Float64, Int64
@@ -19,7 +19,7 @@ from torch.func import vmap
 
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Memory, Method, Replies
-from fairvar.tree import Tree, squared_norm, stack, subtract, typed_as, weighted_sum
+from fairvar.tree import Tree, gram, squared_norm, stack, subtract, tree_map, typed_as, weighted_sum
 
 Limit = Callable[[Tensor], Tensor]  # the weights, none of them too large
 Combine = Callable[[Tensor, Tree], Tree]  # (weights, a tree with the clients first) → one tree
@@ -59,10 +59,26 @@ class Aggregator:
     @cached_property
     def curvature(self) -> Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float:
         """γ; of a captured run a single tensor."""
+        return self._of_each(lambda method: method.curvature)
+
+    @cached_property
+    def pull(self) -> Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float:
+        """Of the proximal term."""
+        return self._of_each(lambda method: method.pull)
+
+    @cached_property
+    def penalty_bound(self) -> Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float | None:
+        """Of methods that bound their penalty."""
+        if self.method.penalty_bound is None:
+            return None
+        return self._of_each(lambda method: cast(float | Tensor, method.penalty_bound))
+
+    def _of_each(self, value: Callable[[Method], float | Tensor]) -> float | Tensor:
         if not self.numbers:
-            return self.method.curvature
+            return value(self.method)
         some = next(iter(self.numbers.values()))
-        return self.each(lambda method, number: _like(method.curvature, number), some)[:, None]
+        found: Tensor = self.each(lambda method, number: _like(value(method), number), some)
+        return found[:, None]
 
     def coefficients(
         self, loss: Float64[Tensor, "*runs m"], mean_loss: Float64[Tensor, "*runs"]
@@ -76,13 +92,36 @@ class Aggregator:
         found: tuple[Tensor, Tensor] = self.each(both, loss, mean_loss)
         return found
 
+    def broadcast(
+        self, loss: Float64[Tensor, " m"]
+    ) -> tuple[Float64[Tensor, ""], Float64[Tensor, " m"]]:
+        """a, and the weights of the clients in g. Grids know those of plain means only."""
+        return self.method.broadcast(self._replies(loss))
+
+    def term(self, loss: Float64[Tensor, " m"]) -> Float64[Tensor, ""]:
+        """κ"""
+        return torch.as_tensor(self.method.server_term(self._replies(loss)), dtype=loss.dtype)
+
+    def with_term(
+        self, update: Tree, loss: Float64[Tensor, " m"], lr: float | Tensor, g: Tree | None
+    ) -> Tree:
+        """The update with the server's own step κ η g."""
+        if self.method.broadcasts_means or g is None:
+            return update
+        factor = lr * self.term(loss)
+        return tree_map(lambda u, leaf: u + factor.to(u.dtype) * leaf, update, g)
+
     def weigh(
-        self, memory: Memory, loss: Float64[Tensor, "*runs m"]
+        self,
+        memory: Memory,
+        loss: Float64[Tensor, "*runs m"],
+        gram: Float64[Tensor, "m m"] | None = None,
     ) -> tuple[Float64[Tensor, "*runs m"], Memory]:
-        """w_i, not yet divided by the normaliser, and the method's memory for the next round."""
+        """w_i, not yet divided by the normaliser, and the method's memory for the next round. Runs
+        of a grid have no Gram matrix."""
 
         def weigh(method: Method, memory: Memory, loss: Tensor) -> tuple[Tensor, Memory]:
-            return method.weigh(memory, self._replies(loss))
+            return method.weigh(memory, self._replies(loss)._replace(gram=gram))
 
         found: tuple[Tensor, Memory] = self.each(weigh, memory, loss)
         return found
@@ -115,10 +154,9 @@ class Aggregator:
         mean_gradient: Tree | None,
         mean_loss: Tensor | None = None,
     ) -> Outcome:
-        """Over all clients, present or not. `weights` are divided by the normaliser already; `own`
-        are the factors of the clients' own gradients (None: one; NaN: only the client knows it).
-        """
-        outcome = Outcome(
+        """`weights` are divided by the normaliser already; `own` are the factors of the clients'
+        own gradients (None: one; NaN: only the client knows it)."""
+        return Outcome(
             update=update,
             buffers=buffers,
             memory=memory,
@@ -129,8 +167,8 @@ class Aggregator:
             ascended=torch.zeros_like(loss[..., 0])
             if own is None
             else torch.where(own.isnan(), torch.nan, (own < 0).double()).mean(-1),
+            answered=None if self.everyone else self.ids,
         )
-        return outcome if self.everyone else outcome.among(self.ids, self.clients)
 
     def _replies(self, loss: Tensor) -> Replies:
         return Replies(loss, self.share, self.ids, self.clients)
@@ -154,17 +192,22 @@ def aggregate(
     lr: float | Tensor,
     limit: Limit = lambda weights: weights,
     combine: Combine = weighted_sum,
+    g: Tree | None = None,
 ) -> Outcome:
-    """Of models that the server has one by one: the reference loop's, and a federation's."""
+    """Of models that the server has one by one: the reference loop's, and a federation's. `g` is
+    what the clients got, `mean_gradient` what the next round needs."""
     updates = [subtract(state.x, params) for params in answers.params]
-    weights, memory = server.weigh(state.memory, answers.loss)
+    products = gram(stack(updates)) if server.method.uses_gram else None
+    weights, memory = server.weigh(state.memory, answers.loss, products)
+    if products is not None:
+        limit = _by_length(limit, products)
     norms = torch.stack([squared_norm(u) for u in updates]).double()
     weights = limit(weights) / server.normaliser(answers.loss, norms, lr)
     buffers = stack(answers.buffers) if state.buffers else {}
     # In float64, whatever the buffers are: batch norm also counts.
     mean = combine(server.share, {k: v.double() for k, v in buffers.items()})
     return server.outcome(
-        combine(weights, stack(updates)),
+        server.with_term(combine(weights, stack(updates)), answers.loss, lr, g),
         answers.loss,
         weights,
         memory,
@@ -173,6 +216,18 @@ def aggregate(
         mean_gradient,
         mean_loss,
     )
+
+
+def _by_length(limit: Limit, gram: Float64[Tensor, "m m"]) -> Limit:
+    """Limits the parts w_i ‖x − x_i‖ in the place of w_i: weights from products may undo the
+    lengths of the updates, and a short update then has a large weight."""
+    length = gram.diagonal().sqrt()
+
+    def limited(weights: Tensor) -> Tensor:
+        found = limit(weights * length)
+        return torch.where(length > 0, found / length, weights)
+
+    return limited
 
 
 def _like(value: Tensor | float, other: Tensor) -> Tensor:

@@ -3,14 +3,55 @@
 from __future__ import annotations
 
 import re
+from math import cos, pi
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from fairvar.engine.optimiser import PLAIN, ServerOptimiser
 from fairvar.errors import BadInput, shown
-from fairvar.validation import Checked, Count, Positive, Share
+from fairvar.methods.base import Method
+from fairvar.validation import Checked, Count, Fraction, NonNegative, Positive, Share
 
 Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+
+
+class LrSchedule(Checked, frozen=True):
+    """The learning rate of round t of T is lr · factor(t, T), with w = warm_up:
+
+        t < w      (t + 1) / w
+        constant   1
+        cosine     least + (1 − least) (1 + cos(π s)) / 2,   s = (t − w) / (T − w)
+        step       decay ^ ⌊(t − w) / every⌋;   every = 1 is exponential decay
+
+    With "cosine" a run of fewer rounds is not the beginning of a longer one.
+    """
+
+    __where__: ClassVar[str | None] = "train.schedule"
+
+    name: Literal["constant", "cosine", "step"] = "constant"
+    warm_up: Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)] = 0  # rounds
+    decay: Share | None = None
+    every: Count = 1
+    least: Fraction = 0.0
+
+    def check(self) -> None:
+        if (self.decay is None) == (self.name == "step"):
+            raise BadInput('train.schedule: give decay with name = "step", and only there')
+        if (self.every != 1 and self.name != "step") or (self.least and self.name != "cosine"):
+            raise BadInput('train.schedule: every belongs to name = "step", least to "cosine"')
+
+    def factor(self, t: int, rounds: int) -> float:
+        if t < self.warm_up:
+            return (t + 1) / self.warm_up
+        since = t - self.warm_up
+        if self.name == "cosine":
+            share = since / max(1, rounds - self.warm_up)
+            return self.least + (1 - self.least) * (1 + cos(pi * share)) / 2
+        return 1.0 if self.decay is None else self.decay ** (since // self.every)
+
+
+CONSTANT = LrSchedule()
 
 
 class TrainSettings(Checked, frozen=True, kw_only=True):
@@ -20,10 +61,15 @@ class TrainSettings(Checked, frozen=True, kw_only=True):
 
     rounds: Count = 100
     lr: Positive = 0.1
+    schedule: LrSchedule = CONSTANT  # of the learning rate over the rounds
     batch_size: Count | None = None
+    drop_last: bool = False  # leave out the smaller last batch of a pass
     local_steps: Count = 1
     local_epochs: Count | None = None
     clip_norm: Positive | None = None
+    weight_decay: NonNegative = 0.0
+    momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0  # over the local steps of a round
+    server: ServerOptimiser = PLAIN  # what becomes of the method's update
     participation: Share | None = None  # of the clients in a round; None: all
     participants: Count | None = None  # the same as a number
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
@@ -33,6 +79,7 @@ class TrainSettings(Checked, frozen=True, kw_only=True):
     engine: Literal["auto", "reference", "pooled", "blocked", "vmapped", "linear"] = "auto"
     chunk: Count | None = None
     capture: bool | None = None  # record rounds and repeat them: by default on CUDA where possible
+    compile: Literal["auto"] | bool = "auto"  # local steps: on CUDA where the time saved repays it
     threads: Threads = 1  # per run; the last bits may depend on it. Several runs at once fill a CPU
 
     def check(self) -> None:
@@ -47,6 +94,10 @@ class TrainSettings(Checked, frozen=True, kw_only=True):
         if self.precision != "full" and self.dtype != "float32":
             raise BadInput(f'train.precision = "{self.precision}" needs train.dtype = "float32"')
 
+    def lr_of(self, t: int) -> float:
+        """The learning rate of round t."""
+        return self.lr * self.schedule.factor(t, self.rounds)
+
 
 class EvaluateSettings(Checked, frozen=True, kw_only=True):
     """When and on what all clients are evaluated."""
@@ -56,3 +107,11 @@ class EvaluateSettings(Checked, frozen=True, kw_only=True):
     every: Count = 10
     splits: tuple[Literal["train", "valid", "test"], ...] = ("valid", "test")
     local: bool = True  # evaluate local models as well as the global one
+
+
+def kind_of(settings: TrainSettings, method: Method, *rest: object) -> tuple[object, ...]:
+    """Equal for runs that differ only in the number of rounds, the learning rate, the seed and the
+    numbers of the method: their rounds consist of the same operations. A batch of a sweep, a grid
+    and a recorded round each require this key, with their data and model in `rest`."""
+    bare = msgspec.structs.replace(settings, rounds=1, lr=1.0, seed=0)
+    return bare, type(method), repr(method.form), *rest

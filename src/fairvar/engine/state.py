@@ -10,9 +10,10 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
+from fairvar.engine.optimiser import PLAIN, ServerOptimiser
 from fairvar.errors import BadInput
 from fairvar.methods.base import Memory, Method
-from fairvar.tree import Tree, add, scale, subtract, zeros_like
+from fairvar.tree import Tree, add, expand, scale, subtract, zeros_like
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class State:
     mean_loss: Tensor  # a: zero until the first report
     mean_gradient: Tree | None  # g for the next round, where a method uses the previous one
     iterate: Tree | None = None  # x^t, where the resulting model is an average of iterates
+    # v_i: parameters and buffers of every client's personal model, the client as first axis.
+    personal: Tree | None = None
+    moments: Tree | None = None  # of the server's optimiser
     made_by: str = ""  # the method's label; not stored
 
     def to(self, device: torch.device | str) -> State:
@@ -37,7 +41,8 @@ class State:
 
     def tensors(self) -> list[Tensor]:
         """All tensors, in a fixed order."""
-        trees = (self.params, self.buffers, self.memory, self.mean_gradient, self.iterate)
+        trees = (self.params, self.buffers, self.memory, self.mean_gradient, self.iterate,
+                 self.personal, self.moments)  # fmt: skip
         return [self.mean_loss, *(tree[name] for tree in trees if tree for name in sorted(tree))]
 
     @property
@@ -48,27 +53,19 @@ class State:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the server knows after a round: x^{t+1} = x^t − update."""
+    """What the server knows after a round: x^{t+1} = x^t − update, without a server optimiser."""
 
     update: Tree
     buffers: Tree
     memory: Memory
-    loss: Tensor  # (…, clients) f_i(x^t), float64; nan for clients that did not answer
-    weights: Tensor  # (…, clients) as used, float64
+    loss: Tensor  # (…, m) f_i(x^t) of those that answered, float64
+    weights: Tensor  # (…, m) as used, float64
     mean_loss: Tensor
     mean_gradient: Tree | None
     ascended: Tensor  # share of clients whose own gradient had a negative factor
-    answered: Tensor | None = None  # ids of those that took part; None: all
+    answered: Tensor | None = None  # (m,) ids of those that took part; None: all clients
     finite: Tensor | None = None  # what the kernel says; None: what the losses say
-
-    def among(self, ids: Tensor, clients: int) -> Outcome:
-        """An outcome over the clients `ids` as one over all `clients`, present or not."""
-        return replace(
-            self,
-            loss=_placed(self.loss, ids, clients, torch.nan),
-            weights=_placed(self.weights, ids, clients, 0.0),
-            answered=ids,
-        )
+    personal: Tree | None = None  # the clients' personal models after the round
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Outcome:
         """The same outcome with every tensor over runs replaced."""
@@ -77,10 +74,7 @@ class Outcome:
     @property
     def fine(self) -> Bool[Tensor, "*runs"]:
         """Whether all losses that were seen are finite, run by run, on the device."""
-        if self.finite is not None:
-            return self.finite
-        seen = self.loss if self.answered is None else self.loss[..., self.answered]
-        return torch.isfinite(seen).all(-1)
+        return torch.isfinite(self.loss).all(-1) if self.finite is None else self.finite
 
 
 def _mapped(
@@ -100,19 +94,18 @@ def _mapped(
     return found
 
 
-def _placed(values: Tensor, ids: Tensor, clients: int, absent: float) -> Tensor:
-    """Values of some clients at their places among all."""
-    return torch.full((clients,), absent, dtype=values.dtype, device=values.device).index_copy(
-        0, ids, values
-    )
-
-
 def no_state(rounds: int) -> State:
     """In the place of one that was not kept."""
     return State(rounds, {}, {}, {}, torch.zeros((), dtype=torch.float64), None)
 
 
-def initial_state(method: Method, params: Tree, buffers: Tree, clients: int) -> State:
+def initial_state(
+    method: Method,
+    params: Tree,
+    buffers: Tree,
+    clients: int,
+    optimiser: ServerOptimiser = PLAIN,
+) -> State:
     some = next(iter(params.values()))
     return State(
         round=0,
@@ -120,8 +113,10 @@ def initial_state(method: Method, params: Tree, buffers: Tree, clients: int) -> 
         buffers=buffers,
         memory={k: v.to(some.device) for k, v in method.initial_memory(clients).items()},
         mean_loss=torch.zeros((), dtype=torch.float64, device=some.device),
-        mean_gradient=zeros_like(params) if method.reports_gradient else None,
+        mean_gradient=zeros_like(params) if method.keeps_gradient else None,
         iterate=params if method.averages_iterates else None,
+        personal=expand({**params, **buffers}, clients) if method.personal else None,
+        moments=optimiser.start(params),
         made_by=method.label,
     )
 
@@ -145,11 +140,16 @@ class DoesNotFit(BadInput):
     """A state or a checkpoint cannot be continued by the run at hand."""
 
 
-def check_fits(state: State, fresh: State, rounds: int) -> None:
-    """Whether a run of so many rounds that would start from `fresh` can continue `state`."""
+def check_fits(state: State, fresh: State, rounds: int) -> State:
+    """Refuse a state that a run of so many rounds which would start from `fresh` cannot continue.
+
+    Returns it with its tensors in the order of `fresh`: norms are sums in this order, and a stored
+    state has another one."""
     if not 0 <= state.round <= rounds:
         raise DoesNotFit(f"the state has {state.round} rounds behind it, of {rounds}")
     check_state(state, fresh)
+    ordered = fresh.map(lambda _, mine: mine, state)
+    return replace(ordered, round=state.round, made_by=state.made_by)
 
 
 def check_state(state: State, fresh: State) -> None:
@@ -163,13 +163,15 @@ def check_state(state: State, fresh: State) -> None:
         f"continue it with {state.made_by or 'the method that made it'}, or load its model into a "
         "module and train that without state"
     )
-    groups = ("memory", "mean_gradient", "iterate")
+    groups = ("memory", "mean_gradient", "iterate", "personal")
     names = [{f: set(getattr(s, f) or {}) for f in groups} for s in (state, fresh)]
     if names[0] != names[1] or (state.memory and state.made_by not in ("", asked)):
         raise DoesNotFit(f"the state is one of {owner}, which {asked} cannot continue; {way}")
-    _compare(state, fresh, "memory", "the state remembers other clients than this federation has")
+    for group in ("memory", "personal"):
+        _compare(state, fresh, group, "the state remembers other clients than this federation has")
     for group in ("mean_gradient", "iterate"):
         _compare(state, fresh, group, "the state is one of another model")
+    _compare(state, fresh, "moments", "the state was made with another server optimiser")
     if state.mean_loss.shape != fresh.mean_loss.shape:
         raise DoesNotFit(f"the state's mean_loss has shape {tuple(state.mean_loss.shape)}")
 
@@ -190,12 +192,17 @@ GOING = -1  # `diverged_at` of a run that has not diverged
 
 
 def settle(
-    state: State, diverged_at: Int64[Tensor, " runs"], outcome: Outcome, done: int | Tensor
+    state: State,
+    diverged_at: Int64[Tensor, " runs"],
+    outcome: Outcome,
+    done: int | Tensor,
+    optimiser: ServerOptimiser = PLAIN,
 ) -> tuple[State, Int64[Tensor, " runs"]]:
     """All runs after a round, of which `done` are done then. A run that diverges in it, or did so
     before, keeps the state that it had."""
     going, fine = diverged_at == GOING, outcome.fine
-    after = advance(state, outcome, done.double() if isinstance(done, Tensor) else None)
+    rounds = done.double() if isinstance(done, Tensor) else None
+    after = advance(state, outcome, rounds, optimiser)
     kept = going & fine
     if isinstance(done, int) and not kept.is_cuda and bool(kept.all()):
         return after, diverged_at  # the usual case, where asking costs little
@@ -206,12 +213,18 @@ def settle(
     return after.map(choose, state), torch.where(going & ~fine, done - 1, diverged_at)
 
 
-def advance(state: State, outcome: Outcome, rounds: Tensor | None = None) -> State:
+def advance(
+    state: State,
+    outcome: Outcome,
+    rounds: Tensor | None = None,
+    optimiser: ServerOptimiser = PLAIN,
+) -> State:
     """The state after the round; a method that averages its iterates keeps the last one aside.
 
     A captured round finds the number of rounds done after it in a tensor, `rounds`."""
     t = state.round + 1 if rounds is None else rounds
-    x = subtract(state.x, outcome.update)
+    update, moments = optimiser.step(outcome.update, state.moments)
+    x = subtract(state.x, update)
     averaged = state.iterate is not None
     mean = add(state.params, scale(subtract(x, state.params), 1 / t)) if averaged else x
     return State(
@@ -222,5 +235,7 @@ def advance(state: State, outcome: Outcome, rounds: Tensor | None = None) -> Sta
         mean_loss=outcome.mean_loss,
         mean_gradient=outcome.mean_gradient,
         iterate=x if averaged else None,
+        personal=outcome.personal,
+        moments=moments,
         made_by=state.made_by,
     )

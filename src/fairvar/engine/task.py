@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from fairvar.data.federation import Federation
 from fairvar.engine.losses import LossFunction, check_loss, resolve_loss
 from fairvar.engine.settings import TrainSettings
-from fairvar.errors import BadInput
+from fairvar.errors import BadInput, cause
 from fairvar.models import Problem, build
-from fairvar.models.check import Findings, examine, one_line, tells_all
+from fairvar.models.check import Findings, examine, tells_all
 from fairvar.models.norm import call, swap_batch_norm
-from fairvar.models.products import swap_convolutions
+from fairvar.models.plain import plain_layers, swap_convolutions
 from fairvar.tree import Tree
 
 
@@ -45,6 +45,44 @@ class Task:
             return self
         training, evaluating = (swap_convolutions(m) for m in (self.training, self.evaluating))
         return replace(self, training=training, evaluating=evaluating)
+
+    @cached_property
+    def plain(self) -> Task:
+        """The same task with layers in plain operations, for a compiler."""
+        training, evaluating = (plain_layers(m) for m in (self.training, self.evaluating))
+        return replace(self, training=training, evaluating=evaluating)
+
+    @cached_property
+    def in_turn(self) -> bool:
+        """Clients with models of their own are computed one after the other: convolutions on a CPU.
+        (Under vmap they are grouped convolutions: two to three times slower there.)"""
+        return self.convolves and next(iter(self.params.values())).device.type == "cpu"
+
+    @cached_property
+    def _copies(self) -> list[Task]:
+        return [self]
+
+    def copies(self, number: int) -> list[Task]:
+        """This task and others like it, for as many threads."""
+        while len(self._copies) < number:
+            self._copies.append(replace(self, training=copy.deepcopy(self.training)))
+        return self._copies[:number]
+
+    @cached_property
+    def convolves(self) -> bool:
+        return any(isinstance(m, nn.modules.conv._ConvNd) for m in self.original.modules())
+
+    @cached_property
+    def depthwise(self) -> bool:
+        layers = [m for m in self.original.modules() if isinstance(m, nn.Conv2d)]
+        return any(1 < layer.groups == layer.in_channels for layer in layers)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for models that differ in the values of their parameters only."""
+        module = self.original
+        shapes = tuple((k, v.shape, v.dtype) for k, v in self.params.items())
+        return repr(module) if tells_all(module) else id(module), shapes, self.loss
 
     def sample_losses(
         self, params: Tree, buffers: Tree, x: Tensor, y: Tensor, real: Tensor | None
@@ -75,6 +113,17 @@ class Task:
         module.load_state_dict({**params, **buffers}, strict=False)
         outputs: Tensor = module(x)
         return outputs
+
+
+def split_model(task: Task, model: Tree) -> tuple[Tree, Tree]:
+    """Parameters and buffers of a model that is one tree; leaves may have the client first."""
+    return {k: model[k] for k in task.params}, {k: model[k] for k in task.buffers}
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """The same images with the channels next to each other in memory, which convolutions prefer:
+    up to 1.6 times faster on a CPU, 1.7 times for MobileNetV2 on a GPU."""
+    return x.movedim(-3, -1).contiguous().movedim(-1, -3) if x.dim() >= 4 else x
 
 
 def products_pay(task: Task) -> bool:
@@ -158,7 +207,7 @@ def _placed(model: nn.Module | str, federation: Federation, settings: TrainSetti
     try:
         return copy.deepcopy(model).to(device, dtype).train()
     except Exception as error:
-        raise BadInput(f"the model cannot be copied to {device}: {one_line(error)}") from error
+        raise BadInput(f"the model cannot be copied to {device}: {cause(error)}") from error
 
 
 def _moves_buffers(task: Task, sample: Tensor) -> bool:

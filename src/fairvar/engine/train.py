@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import nn
@@ -17,10 +18,13 @@ from fairvar.data.federation import Federation
 from fairvar.engine.batches import Participation, Schedule
 from fairvar.engine.cuda_graphs import LATER, RECORDINGS, acts_alike
 from fairvar.engine.history import History
+from fairvar.engine.kernels.compiled import repays
 from fairvar.engine.kernels.linear import Linear, grams_pay
 from fairvar.engine.kernels.linear.dual import is_affine
 from fairvar.engine.kernels.network import Network
+from fairvar.engine.kernels.personal import WithPersonal
 from fairvar.engine.losses import LossFunction
+from fairvar.engine.optimiser import PLAIN, ServerOptimiser, check_optimiser
 from fairvar.engine.recorder import Checkpoint as Checkpoint
 from fairvar.engine.recorder import check_tables, scored_keys
 from fairvar.engine.run import (
@@ -34,7 +38,13 @@ from fairvar.engine.run import (
     pooled_piece,
     whole_tiles,
 )
-from fairvar.engine.settings import EvaluateSettings, TrainSettings
+from fairvar.engine.settings import (
+    CONSTANT,
+    EvaluateSettings,
+    LrSchedule,
+    TrainSettings,
+    kind_of,
+)
 from fairvar.engine.state import State, check_fits, initial_state
 from fairvar.engine.task import Task, make_task
 from fairvar.engine.trainer import Keep, Runs, train_rounds
@@ -42,7 +52,6 @@ from fairvar.engine.trainer import Progress as Progress
 from fairvar.errors import LONGEST, BadInput, one_line, shown
 from fairvar.methods.base import Method
 
-KeepOne = Callable[[int, Callable[[], Checkpoint]], None]  # (rounds done, make a checkpoint)
 DEFAULT = EvaluateSettings()
 
 
@@ -53,7 +62,9 @@ def train(
     rounds: int = 100,
     lr: float = 0.1,
     *,
+    schedule: LrSchedule = CONSTANT,
     batch_size: int | None = None,
+    drop_last: bool = False,
     local_steps: int = 1,
     local_epochs: int | None = None,
     loss: str | LossFunction = "cross_entropy",
@@ -65,11 +76,15 @@ def train(
     evaluate_splits: tuple[str, ...] = ("valid", "test"),
     evaluate_local: bool = True,
     clip_norm: float | None = None,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    server: ServerOptimiser = PLAIN,
     participation: float | None = None,
     participants: int | None = None,
     chunk: int | None = None,
     precision: str = "full",
     capture: bool | None = None,
+    compile: bool | Literal["auto"] = "auto",
     state: State | None = None,
     progress: bool | Progress = False,
 ) -> History:
@@ -77,18 +92,30 @@ def train(
 
     model: a module (copied, never changed) or a name from `fairvar.models.MODELS`.
     rounds: in all; those that `state` has behind it count.
+    schedule: of the learning rate over the rounds, such as LrSchedule("cosine", warm_up=10); it is
+    constant by default, and within a round.
     batch_size: samples per local step; None takes all of a client's samples.
+    drop_last: leave out the last batch of a pass if it is smaller than the others, as torch's
+    DataLoader does. Batch norm needs it where images are small: gradients of a MobileNetV2 on two
+    images of 32×32 are a million times larger than on 32 (benchmarks/small_batches.py).
     local_steps, local_epochs: work per client and round; give one of them.
     loss: "cross_entropy", "mse" (½ squared error) or (outputs, targets) -> one loss per sample.
     With labels the model has one output per class, and the largest is its prediction.
     engine: "auto" picks the linear, pooled, blocked or vmapped path; "reference" is a plain loop.
     evaluate_every: evaluate all clients after every so many rounds, and after the last.
-    clip_norm: cut each client's direction to this norm (off by default).
+    clip_norm: cut each client's direction to this norm (off by default); as in torch, before weight
+    decay and momentum (and before the proximal term of FedProx) are added.
+    weight_decay, momentum: those of `torch.optim.SGD` in local steps. Momentum starts from zero in
+    every round, so it changes nothing where a client takes one step.
+    server: the server's optimiser, such as ServerOptimiser("sgd", beta1=0.9) (FedAvgM) or
+    ServerOptimiser("adam", lr=0.01) (FedAdam); by default the method's update is taken as it is.
     participation, participants: share or number of clients drawn for each round, by default all
     (`engine/batches.py` says what averages then mean); some of them on every path but linear.
     chunk: clients per vectorised call, by default what fits in memory; results do not change.
     precision: "tf32" or "bfloat16" rounds the inputs of products in training to gain speed.
     capture: record a round once and repeat it; by default on CUDA, where launching costs most.
+    compile: compile the local steps, which takes minutes; "auto" does so on CUDA for models with
+    depthwise convolutions where several local steps of all rounds save more than that.
     state: continue from here (`history.state` of an earlier call with the same method).
     progress: True shows a bar on stderr; a function is called with (rounds done, rounds in all).
 
@@ -106,10 +133,15 @@ def train(
     settings = TrainSettings(
         rounds=rounds,
         lr=lr,
+        schedule=schedule,
         batch_size=batch_size,
+        drop_last=drop_last,
         local_steps=local_steps,
         local_epochs=local_epochs,
         clip_norm=clip_norm,
+        weight_decay=weight_decay,
+        momentum=momentum,
+        server=server,
         participation=participation,
         participants=participants,
         seed=seed,
@@ -119,6 +151,7 @@ def train(
         chunk=chunk,
         precision=precision,  # type: ignore[arg-type]
         capture=capture,
+        compile=compile,
     )
     when = EvaluateSettings(
         every=evaluate_every,
@@ -149,7 +182,7 @@ def _checked_start(state: object, rounds: int) -> Checkpoint:
 @contextmanager
 def _shown(progress: bool | Progress | None, title: str) -> Iterator[Progress | None]:
     if progress is True:
-        from fairvar.system.progress import progress as bar  # rich takes a while to load
+        from fairvar.process import progress as bar  # rich takes a while to load
 
         with bar(title) as report:
             yield lambda done, total: report(done, total, "rounds")
@@ -166,26 +199,21 @@ def run_rounds(
     when: EvaluateSettings,
     start: Checkpoint | None = None,
     progress: Progress | None = None,
-    keep: KeepOne | None = None,
+    keep: Keep | None = None,
 ) -> History:
     """`train` with its numbers already checked; continues from `start`, the same bit by bit.
 
-    After every round `keep` may ask for a checkpoint. `progress` may raise to stop the run.
+    After every round `keep` may ask for a list of one checkpoint. `progress` may raise to stop.
     """
     started = time.perf_counter()
     prepared = prepare(model, federation, method, loss, settings)
     run = prepared.run
     with arithmetic(settings.precision, run.device, run.few_shapes):
         runs = prepared.runs(settings.rounds, when, start)
-        train_rounds([runs], settings.rounds, when.every, progress, one_by_one(keep))
+        train_rounds([runs], settings.rounds, when.every, progress, keep)
         (made,) = runs.checkpoints()
-    birth = provenance(prepared, settings, time.perf_counter() - started)
-    return runs.recorder.history(made, 0, run.samples, birth)
-
-
-def one_by_one(keep: KeepOne | None) -> Keep | None:
-    """For a trainer of one run."""
-    return keep and (lambda done, make: keep(done, lambda: make()[0]))
+    origin = provenance(prepared, settings, time.perf_counter() - started)
+    return runs.recorder.history(made, 0, run.samples, origin)
 
 
 @dataclass
@@ -197,14 +225,17 @@ class Prepared:
     captures: bool = False
 
     @property
-    def kernel(self) -> Network | Linear:
+    def kernel(self) -> Network | Linear | WithPersonal:
+        run = replace(self.run, method=self.run.method.shared)
+        shared: Network | Linear = Network(run, self.path)
         if self.path == "linear":
-            return Linear.build(self.run, [self.run.method], [float(self.run.lr)])
-        return Network(self.run, self.path)
+            shared = Linear.build(run, [run.method], [float(run.lr)])
+        return shared if self.run.method.personal is None else WithPersonal(self.run, shared)
 
     def start(self) -> State:
         task = self.run.task
-        return initial_state(self.run.method, task.params, task.buffers, self.run.clients)
+        run = self.run
+        return initial_state(run.method, task.params, task.buffers, run.clients, run.optimiser)
 
     def runs(
         self,
@@ -216,9 +247,9 @@ class Prepared:
         run, fresh = self.run, self.start()
         splits = tuple(s for s in when.splits if s in run.federation.splits)
         if start is not None:
-            check_fits(start.state, fresh, rounds)
-            check_tables(start, run.clients, scored_keys(splits, when))
-            start = start._replace(state=start.state.to(run.device))
+            state = check_fits(start.state, fresh, rounds)
+            check_tables(start, run.participation, scored_keys(splits, when, run.method))
+            start = start._replace(state=state.to(run.device))
         kernel = self.kernel
         found = Runs(kernel, [start or Checkpoint(fresh, None)], splits, when.local)
         if self.captures:
@@ -239,13 +270,34 @@ def prepare(
     data = on_device(federation, _device(settings.device), getattr(torch, settings.dtype))
     task = make_task(model, data, loss, settings, method.uses_curvature, alone)
     run = _make_run(task, data, method, settings)
-    path = choose_path(run, settings.engine)
+    path = choose_path(replace(run, method=method.shared), settings.engine)
+    if path in ("pooled", "blocked", "vmapped") and wants_compiling(settings, run):
+        run, path = replace(run, compiles=True), "vmapped"
     return Prepared(run, path, path != "reference" and wants_capture(settings, run))
+
+
+def wants_compiling(settings: TrainSettings, run: Run) -> bool:
+    """Only the paths "auto" and "vmapped" are compiled. By default where it was measured to pay:
+    several local steps without curvature, and enough of them, of models with depthwise
+    convolutions. (Epochs of avgcnn take longer compiled: groups of clients waste steps.)"""
+    if settings.compile is False or settings.engine not in ("auto", "vmapped"):
+        return False
+    if settings.compile is True:
+        return True
+    schedule = run.schedule
+    work = zip(schedule.steps, schedule.lengths, strict=True)
+    samples = sum(steps * length for steps, length in work) * run.participation.number
+    heavy = run.device.type == "cuda" and run.task.depthwise and not schedule.one_step
+    pays = repays(settings.rounds, samples // run.clients, run.task.activations)
+    return heavy and not run.method.uses_curvature and pays
 
 
 def wants_capture(settings: TrainSettings, run: Run) -> bool:
     wanted = run.device.type == "cuda" if settings.capture is None else settings.capture
     repeats = run.shapes_stay and acts_alike(run.method, LATER)
+    if (own := run.method.personal) is not None:
+        # A recorded round has the shuffles of the shared steps, and follows a schedule of one rate.
+        repeats &= own.steps is None and (own.lr is None or run.lr_schedule == CONSTANT)
     return wanted and repeats and not run.method.looks_at_values
 
 
@@ -271,28 +323,45 @@ def choose_path(run: Run, engine: str) -> str:
             )
             return "reference"
         raise BadInput(f"engine={engine!r} cannot run this model: " + "; ".join(task.loop_only))
-    norms = method.uses_norms or run.clip_norm is not None
+    norms = method.uses_norms or run.clip_norm is not None or method.penalty_bound is not None
     needs = [
         (not run.schedule.one_step, "several local steps"),
         (method.uses_curvature, "curvature"),
         (method.uses_norms, "norms of client updates"),
+        (method.uses_gram, "products of client updates"),
         (run.clip_norm is not None, "clip_norm"),
+        (method.penalty_bound is not None, "a bound on the penalty"),
+        (method.averages_gradients, "a moving average of gradients"),
         (task.moving_buffers, "buffers that change in training"),
     ]
     found = [why for applies, why in needs if applies]
     bends = method.uses_curvature and not norms and task.reverse_over_forward
-    blockable = run.schedule.one_step and not task.moving_buffers
+    blockable = run.schedule.one_step and not task.moving_buffers and not method.uses_gram
     blockable &= bends or not method.uses_curvature
+    blockable &= not (run.weight_decay and method.uses_norms) and method.broadcasts_means
     if engine == "pooled" and found:
         raise BadInput(f'engine="pooled" cannot do {" and ".join(found)}; use "auto"')
     if engine == "blocked" and not blockable:
+        found += ["weight_decay"] if run.weight_decay else []
+        found += [] if method.broadcasts_means else ["averages that are no plain means"]
         raise BadInput(f'engine="blocked" cannot do {" and ".join(found)}; use "auto"')
     affine = is_affine(task, run.federation.train.x)
     if engine == "linear" and not affine:
         raise BadInput('engine="linear" is for linear models with a known loss; use "auto"')
+    beyond = [
+        (method.uses_gram, "products of client updates"),
+        (not method.broadcasts_means, "averages that are no plain means"),
+        (method.averages_gradients, "a moving average of gradients"),
+        (method.penalises_some, "a penalty on some parameters"),
+        (run.weight_decay > 0, "weight_decay"),
+    ]
+    not_dual = [why for applies, why in beyond if applies]
+    if engine == "linear" and not_dual:
+        raise BadInput(f'engine="linear" cannot do {" and ".join(not_dual)}; use "auto"')
     if engine != "auto":
         return engine
-    if affine and run.participation.everyone and (not found or grams_pay(run)):
+    dual = affine and run.participation.everyone and not not_dual
+    if dual and (not found or grams_pay(run)):
         return "linear"
     if not found:
         return "pooled"
@@ -302,6 +371,7 @@ def choose_path(run: Run, engine: str) -> str:
 
 
 def _make_run(task: Task, data: Federation, method: Method, settings: TrainSettings) -> Run:
+    method.check_parameters(task.params)
     schedule = Schedule.build(
         data.train,
         settings.batch_size,
@@ -309,9 +379,11 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
         settings.local_epochs,
         settings.seed,
         task.batch_norm,
+        settings.drop_last,
     )
     if method.only_one_step and not schedule.one_step:
         raise BadInput(f"{method.label} in this form takes one local step; set local_steps = 1")
+    check_optimiser(settings.server, method)
     who = Participation.build(
         data.clients, settings.seed, settings.participation, settings.participants
     )
@@ -323,6 +395,11 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
         method=method,
         schedule=schedule,
         lr=settings.lr,
+        lr_schedule=settings.schedule,
+        rounds=settings.rounds,
+        weight_decay=settings.weight_decay,
+        momentum=settings.momentum,
+        optimiser=settings.server,
         clip_norm=settings.clip_norm,
         participation=who,
         chunk=whole_tiles(fitting),
@@ -330,8 +407,9 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
         graphs_fit=graphs_fit(task, x, sum(who.largest(schedule.lengths))),
         block=block_width(task, x, schedule.lengths),
         precision=settings.precision,
-        share=method.share(data.sizes).to(x.device),
+        share=method.plain_weights(data.sizes).to(x.device),
         ids=torch.arange(data.clients, device=x.device),
+        kind=kind_of(settings, method, *task.kind, id(data)),
     )
 
 

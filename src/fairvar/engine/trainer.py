@@ -3,10 +3,11 @@
 One round t of the runs that a kernel carries:
 
     outcome, seen = kernel.round(state, t, splits)    clients train, the server aggregates
-    state = settle(state, outcome)                    x ← x − update; diverged runs stay as they are
+    state = settle(state, outcome)                    x ← x − update, or what the server's optimiser
+                                                      makes of it; diverged runs stay as they are
     recorder.write(outcome)                           losses and weights
     if the round is evaluated:
-        kernel.scores(state)                          the new global model on all clients
+        kernel.scores(state)                          the new global (and personal) models
         recorder.write_evaluation(…, seen)            with what the round showed of local models
     keep(checkpoints), progress(t + 1, rounds)        as the caller wishes
 
@@ -112,7 +113,9 @@ class Runs:
                 return made.outcome, seen
             self.captured = None
         outcome, seen = self.kernel.round(self.state, t, splits)
-        self.state, self.diverged_at = settle(self.state, self.diverged_at, outcome, t + 1)
+        optimiser = self.kernel.run.optimiser
+        after = settle(self.state, self.diverged_at, outcome, t + 1, optimiser)
+        self.state, self.diverged_at = after
         return outcome, seen
 
     def _repeats(self, t: int, splits: Splits | None) -> bool:
@@ -123,10 +126,11 @@ class Runs:
 
     def _evaluate(self, outcome: Outcome, seen: Seen | None) -> None:
         done = self.state.round
-        shared = self.kernel.scores(self.state, self.splits)
-        evaluation = Evaluation.build(shared, seen, outcome.loss)
+        scores = self.kernel.scores(self.state, self.splits)
+        evaluation = Evaluation.build(scores, seen, outcome.loss, self.kernel.run.clients)
         bad = ~evaluation.is_finite(self.all_answer) & self.going
         self.diverged_at.copy_(torch.where(bad, done, self.diverged_at))
+        self.kernel.methods[0].check_memory(self.state.memory)
         self.recorder.write_evaluation(done, evaluation)
 
     def checkpoints(self) -> list[Checkpoint]:

@@ -11,14 +11,33 @@ from typing import TypeVar
 
 from fairvar.errors import LONGEST, BadInput, plain
 from fairvar.methods.aaggff import AAggFF
+from fairvar.methods.adafed import AdaFed
 from fairvar.methods.afl import AFL
-from fairvar.methods.base import ClientWeights, LossData, Memory, Method, Replies, Traffic
+from fairvar.methods.base import (
+    ClientWeights,
+    LossData,
+    Memory,
+    Method,
+    Personal,
+    Replies,
+    Traffic,
+)
+from fairvar.methods.ditto import Ditto
 from fairvar.methods.fairgrad import FairGrad
 from fairvar.methods.fairloss import FairLoss
 from fairvar.methods.fedavg import FedAvg
+from fairvar.methods.fedeba import FedEBA
+from fairvar.methods.fedfv import FedFV
+from fairvar.methods.fedmgda import FedMGDA
+from fairvar.methods.fedprox import FedProx
+from fairvar.methods.gifair import GIFAIR
+from fairvar.methods.propfair import PropFair
 from fairvar.methods.qffl import QFFL
+from fairvar.methods.semivred import SemiVRed
 from fairvar.methods.simplex import minimise_quadratic as minimise_on_simplex
 from fairvar.methods.simplex import project as project_to_simplex
+from fairvar.methods.superquantile import Superquantile
+from fairvar.methods.term import TERM
 from fairvar.tree import Tree, squared_norm, tree_map, weighted_sum
 from fairvar.validation import Count, Fraction, NonNegative, Positive, Share
 
@@ -50,12 +69,17 @@ def _origin(kind: type[Method]) -> tuple[str, str]:
     return kind.__module__, kind.__qualname__
 
 
-for _kind in (FedAvg, AFL, QFFL, AAggFF, FairLoss, FairGrad):
+BUILT_IN = (
+    FedAvg, AFL, QFFL, AAggFF, FairLoss, FairGrad, TERM, PropFair, Superquantile, GIFAIR, SemiVRed,
+    FedMGDA, FedFV, AdaFed, FedEBA, FedProx, Ditto,
+)  # fmt: skip
+for _kind in BUILT_IN:
     register(_kind)
 
 __all__ = [
-    "AFL", "METHODS", "QFFL", "AAggFF", "BadInput", "ClientWeights", "Count", "FairGrad",
-    "FairLoss", "FedAvg", "Fraction", "LossData", "Memory", "Method", "NonNegative", "Positive",
-    "Replies", "Share", "Traffic", "Tree", "minimise_on_simplex", "project_to_simplex", "register",
-    "squared_norm", "tree_map", "weighted_sum",
+    "AFL", "GIFAIR", "METHODS", "QFFL", "TERM", "AAggFF", "AdaFed", "BadInput", "ClientWeights",
+    "Count", "Ditto", "FairGrad", "FairLoss", "FedAvg", "FedEBA", "FedFV", "FedMGDA", "FedProx",
+    "Fraction", "LossData", "Memory", "Method", "NonNegative", "Personal", "Positive", "PropFair",
+    "Replies", "SemiVRed", "Share", "Superquantile", "Traffic", "Tree", "minimise_on_simplex",
+    "project_to_simplex", "register", "squared_norm", "tree_map", "weighted_sum",
 ]  # fmt: skip

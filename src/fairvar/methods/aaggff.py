@@ -8,9 +8,20 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fairvar.errors import RunFailed
 from fairvar.methods.base import LossData, Memory, Method, Replies
 from fairvar.methods.response import response
-from fairvar.methods.simplex import minimise_quadratic
+from fairvar.methods.simplex import (
+    distance_from_minimum,
+    enough_iterations,
+    minimise_quadratic,
+)
+
+# The variances of the responses, summed over the rounds, for which the weights are exact to
+# rounding: 2000 rounds of responses as far apart as the logistic function allows (0.06 a round).
+# Beyond, every iteration gains less; `check_memory` would notice.
+VARIANCES = 120.0
+FAR = 1e-6  # a distance from the minimum that is no rounding
 
 
 class AAggFF(Method, frozen=True, tag="aaggff"):
@@ -28,6 +39,7 @@ class AAggFF(Method, frozen=True, tag="aaggff"):
     """
 
     reference: ClassVar[str] = "Hahn, Kim, Lee 2024"
+    when: ClassVar[str] = "weights that move slowly; little to tune"
     sends: ClassVar[tuple[str, ...]] = ("model update", "loss")
     each_separately: ClassVar[bool] = True
     fairness_knob: ClassVar[str | None] = "cdf"
@@ -37,10 +49,6 @@ class AAggFF(Method, frozen=True, tag="aaggff"):
     variant: Literal["official", "paper"] = "official"
     setting: Literal["cross_silo", "cross_device"] = "cross_silo"
     losses: LossData = "full"
-
-    @property
-    def looks_at_values(self) -> bool:
-        return self.setting == "cross_silo"
 
     def initial_memory(self, clients: int) -> Memory:
         zeros = torch.zeros(clients, dtype=torch.float64)
@@ -55,8 +63,8 @@ class AAggFF(Method, frozen=True, tag="aaggff"):
         return step(memory, replies)
 
     def _newton(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
-        K = replies.clients
-        alpha, beta, p = 4.0, K / 4, memory["p"]
+        K, p = replies.clients, memory["p"]
+        beta, diagonal = self._strengths(K)
         answered = response(replies.loss, self.cdf) / K
         r = answered.mean().expand_as(p).index_copy(0, replies.ids, answered)
         g = -r / (1 + p @ r)
@@ -66,12 +74,29 @@ class AAggFF(Method, frozen=True, tag="aaggff"):
             "gram": memory["gram"] + torch.outer(g, g),
             "round": memory["round"] + 1,
         }
-        diagonal = alpha * (1 + beta) if self.variant == "official" else alpha
-        new["p"] = minimise_quadratic(diagonal, beta * new["gram"], new["gradient_sum"], p)
+        # β Σ ‖g − mean g‖² ≤ (K/4) · K (variances / K²)
+        iterations = enough_iterations(diagonal, VARIANCES / 4)
+        gram, c = beta * new["gram"], new["gradient_sum"]
+        new["p"] = minimise_quadratic(diagonal, gram, c, p, iterations)
         used = new["p"][replies.ids]
         if len(used) == K:
             return used, new
         return torch.where(used.sum() > 0, used / used.sum(), replies.share), new
+
+    def _strengths(self, clients: int) -> tuple[float, float]:
+        """β and d"""
+        alpha, beta = 4.0, clients / 4
+        return beta, alpha * (1 + beta) if self.variant == "official" else alpha
+
+    def check_memory(self, memory: Memory) -> None:
+        if self.setting == "cross_device":
+            return
+        beta, diagonal = self._strengths(memory["p"].shape[-1])
+        gram, c = beta * memory["gram"], memory["gradient_sum"]
+        far = distance_from_minimum(diagonal, gram, c, memory["p"])
+        if bool((far > FAR).any()):  # not NaN: a run that diverged is recognised by its losses
+            raise RunFailed(f"AAggFF's weights are {float(far.nan_to_num().max()):.1e} from their "
+                            "minimum: the clients' losses lie too far apart")  # fmt: skip
 
     def _entropic(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
         K, ids, t = replies.clients, replies.ids, memory["round"] + 1

@@ -2,12 +2,13 @@
 
 Every method of the paper fits one round:
 
-    client  d_i = own_i ∇f_i + shared_i g + γ ∇²f_i (∇f_i − g),     x_i ← x_i − η d_i
-    server  x ← x − Σ_i w_i (x − x_i) / normaliser
+    client  d_i = own_i ∇f_i + shared_i g + γ ∇²f_i (∇f_i − g) + pull (x_i − x),   x_i ← x_i − η d_i
+    server  x ← x − Σ_i w_i (x − x_i) / normaliser − κ η g
 
 A method says what is special about it: `coefficients` (own, shared) from the client's loss,
-`curvature` γ, `weigh` for the server's weights w, and which averages (a = mean loss, g = mean
-gradient) it needs. Reference loop, vectorised engine and deployment all run these functions.
+`curvature` γ, `pull` towards the global model, `weigh` for the server's weights w, and which
+averages (a = mean loss, g = mean gradient) it needs. Reference loop, vectorised engine and
+deployment all run these functions.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from typing import ClassVar, Literal, NamedTuple
 import msgspec
 import torch
 from jaxtyping import Float, Float64, Int64
+from msgspec.structs import replace
 from torch import Tensor
 
-from fairvar.validation import Checked
+from fairvar.tree import Tree
+from fairvar.validation import Checked, NonNegative, Positive
 
 ClientWeights = Literal["uniform", "size"]
 LossData = Literal["batch", "full"]
@@ -35,6 +38,7 @@ class Replies(NamedTuple):
     share: Float64[Tensor, " m"]  # the plain weights r_i, summing to one
     ids: Int64[Tensor, " m"]
     clients: int  # all clients of the federation, present or not
+    gram: Float64[Tensor, "m m"] | None = None  # ⟨x − x_i, x − x_j⟩, for methods that use it
 
 
 class Traffic(NamedTuple):
@@ -43,6 +47,15 @@ class Traffic(NamedTuple):
     exchanges: int
     floats_down: int
     floats_up: int
+
+
+class Personal(NamedTuple):
+    """How a client trains its personal model v_i: as `method` trains a local model in this round,
+    on the same batches and pulled to the received x^t, but from where v_i was."""
+
+    method: Method
+    lr: float | Tensor | None = None  # None: that of the shared model
+    steps: int | None = None  # in a round; None: as many as the shared model's
 
 
 class Method(Checked, frozen=True, tag_field="name"):
@@ -54,6 +67,7 @@ class Method(Checked, frozen=True, tag_field="name"):
 
     title: ClassVar[str] = ""  # as papers write it; the class name by default
     reference: ClassVar[str] = ""  # the paper, for `fairvar methods`
+    when: ClassVar[str] = ""  # in one line, when to choose it
     sends: ClassVar[tuple[str, ...]] = ("model update",)  # what a client computes and sends
     each_separately: ClassVar[bool] = False  # the server needs every client's value by itself
     fairness_knob: ClassVar[str | None] = None  # the field that trades accuracy for fairness
@@ -63,6 +77,7 @@ class Method(Checked, frozen=True, tag_field="name"):
     uses_mean_gradient: ClassVar[bool] = False  # … and g = Σ r_i ∇f_i
     uses_losses: ClassVar[bool] = False  # the server's weights depend on the clients' losses
     uses_norms: ClassVar[bool] = False  # `normaliser` depends on the norms of the updates
+    uses_gram: ClassVar[bool] = False  # `weigh` depends on the products of the updates
 
     @property
     def reveals(self) -> tuple[str, ...]:
@@ -86,9 +101,40 @@ class Method(Checked, frozen=True, tag_field="name"):
         return self.uses_mean_gradient and not self.probes
 
     @property
+    def averages_gradients(self) -> bool:
+        """The mean gradient that is sent is a moving average over rounds (`ema`)."""
+        return getattr(self, "ema", None) is not None
+
+    @property
+    def keeps_gradient(self) -> bool:
+        """Whether the server keeps g for the next round."""
+        return self.reports_gradient or self.averages_gradients
+
+    @property
+    def penalises_some(self) -> bool:
+        """The curvature term contains some parameters only (`only`)."""
+        return getattr(self, "only", None) is not None
+
+    @property
     def client_weights(self) -> ClientWeights:
         """r_i = 1/n, or proportional to the number of training samples."""
         return getattr(self, "weights", "uniform")
+
+    @property
+    def shared(self) -> Method:
+        """The method that trains the shared model; another one where clients also train personal
+        models."""
+        return self
+
+    @property
+    def personal(self) -> Personal | None:
+        """How clients train personal models, which stay with them; None: there are none."""
+        return None
+
+    @property
+    def reported_model(self) -> str:
+        """The model that clients use in the end, by which the method is chosen and reported."""
+        return "global" if self.personal is None else "personal"
 
     @property
     def loss_data(self) -> LossData:
@@ -103,6 +149,20 @@ class Method(Checked, frozen=True, tag_field="name"):
     @property
     def uses_curvature(self) -> bool:
         return isinstance(self.curvature, Tensor) or self.curvature != 0
+
+    @property
+    def pull(self) -> float | Tensor:
+        """Of the proximal term pull (x_i − x), which is zero in the first local step."""
+        return 0.0
+
+    @property
+    def uses_pull(self) -> bool:
+        return isinstance(self.pull, Tensor) or self.pull != 0
+
+    @property
+    def penalty_bound(self) -> float | Tensor | None:
+        """b, where ‖d_i − ∇f_i‖ ≤ b ‖∇f_i‖ is kept by shortening d_i − ∇f_i; None: no bound."""
+        return getattr(self, "bound", None)
 
     @property
     def averages_iterates(self) -> bool:
@@ -127,10 +187,16 @@ class Method(Checked, frozen=True, tag_field="name"):
         return kind.weigh is Method.weigh and kind.coefficients is Method.coefficients
 
     @property
+    def broadcasts_means(self) -> bool:
+        """What is sent are plain means, and the server takes no step of its own."""
+        kind = type(self)
+        return kind.broadcast is Method.broadcast and kind.server_term is Method.server_term
+
+    @property
     def needs_losses(self) -> bool:
-        """Somebody uses f_i(x^t) as it is before training: the server's weights or mean loss; with
-        losses on all data also `coefficients`, `normaliser` and the history."""
-        weighs = self.uses_losses or type(self).weigh is not Method.weigh
+        """Whether f_i(x^t) before training is used: by the server's weights or mean loss; with
+        losses on all data also by `coefficients`, `normaliser` and the history."""
+        weighs = self.uses_losses or (type(self).weigh is not Method.weigh and not self.uses_gram)
         return weighs or self.uses_mean_loss or self.loss_data == "full"
 
     @property
@@ -152,36 +218,56 @@ class Method(Checked, frozen=True, tag_field="name"):
     def form(self) -> tuple[object, ...]:
         """All that decides which operations a round consists of: everything but the numbers."""
         rest = [getattr(self, f) for f in self.__struct_fields__ if f not in self.numbers]
-        return type(self), *rest, self.uses_curvature
+        return type(self), *rest, self.uses_curvature, self.uses_pull
 
-    def with_numbers(self, numbers: Mapping[str, Tensor]) -> Method:
+    def with_numbers(self, numbers: Mapping[str, float | Tensor]) -> Method:
         """The same method with tensors for numbers: values that a GPU reads when it gets there, or
-        one per run under `vmap`. Unchecked; not for people."""
+        one per run under `vmap`. Internal; skips validation."""
         other = copy.copy(self)
         for name, value in numbers.items():
             msgspec.structs.force_setattr(other, name, value)
         return other
 
     # -- pure functions ------------------------------------------------------------------------
-    def share(self, sizes: Int64[Tensor, " n"]) -> Float64[Tensor, " n"]:
+    def plain_weights(self, sizes: Int64[Tensor, " n"]) -> Float64[Tensor, " n"]:
         """The plain client weights r_i, summing to one."""
         by_size = self.client_weights == "size"
         counts = sizes.double() if by_size else torch.ones_like(sizes, dtype=torch.float64)
         return counts / counts.sum()
 
     def initial_memory(self, clients: int) -> Memory:
-        """What the server carries from round to round beside a and g."""
+        """What the server carries from round to round, in addition to a and g."""
         return {}
+
+    def check_memory(self, memory: Memory) -> None:
+        """Called after every evaluated round (leaves may have a leading axis of runs), for what a
+        recorded round cannot check: raise `RunFailed` if the memory is not what it should be."""
 
     def at_round(self, t: int) -> Method:
         """The method as it acts in round t (a warm start may differ in round 0)."""
         return self
+
+    def smoothed(self, before: Tree | None, fresh: Tree) -> Tree:
+        """g from the g of the round before and the mean gradient of this one."""
+        return fresh
+
+    def penalised(self, away: Tree) -> Tree:
+        """The part of ∇f_i − g that the curvature term contains (leaves may have a client axis)."""
+        return away
+
+    def check_parameters(self, params: Tree) -> None:
+        """Raise `BadInput` where the method cannot train a model with these parameters."""
 
     def coefficients(
         self, loss: Float[Tensor, "*n"], mean_loss: Float[Tensor, ""]
     ) -> tuple[Tensor | float, Tensor | float]:
         """(own, shared) of a client's direction, elementwise in the loss."""
         return 1.0, 0.0
+
+    def broadcast(self, replies: Replies) -> tuple[Float64[Tensor, ""], Float64[Tensor, " m"]]:
+        """What an exact method sends before training: the number a that `coefficients` gets, and
+        the weights of the clients' gradients in g. By default a = Σ r_i f_i, and r."""
+        return replies.share @ replies.loss, replies.share
 
     def weigh(self, memory: Memory, replies: Replies) -> tuple[Float64[Tensor, " m"], Memory]:
         """The server's weights w_i, and its memory for the next round."""
@@ -192,6 +278,10 @@ class Method(Checked, frozen=True, tag_field="name"):
     ) -> Float64[Tensor, ""] | float:
         """What Σ w_i (x − x_i) is divided by; `squared_norm` is ‖x − x_i‖²."""
         return 1.0
+
+    def server_term(self, replies: Replies) -> Float64[Tensor, ""] | float:
+        """κ of exact methods: the server itself takes the step κ η g."""
+        return 0.0
 
     def traffic(self, parameters: int, buffers: int = 0) -> Traffic:
         """Floats per client and round; buffers (batch-norm statistics) travel with the model."""
@@ -204,7 +294,7 @@ class Method(Checked, frozen=True, tag_field="name"):
             floats_up=model + gradient + scalar_up,
         )
 
-    # -- for people ----------------------------------------------------------------------------
+    # -- in tables ----------------------------------------------------------------------------
     @property
     def label(self) -> str:
         """The name in tables; exact variants carry a star."""
@@ -212,3 +302,33 @@ class Method(Checked, frozen=True, tag_field="name"):
 
     def __str__(self) -> str:
         return self.label
+
+
+class Regularised(Method, frozen=True):
+    """A penalty on a variance over clients, which FairLoss and FairGrad share.
+
+    The clients measure their distance to averages a and g that the server sends. The approximate
+    method takes them from the round before; the exact one (`exact`, written with a star) asks for
+    them in this round, at the price of a second exchange. `warm_start` is for round 0 of the
+    approximate one: `zeros`, a = g = 0, as the paper writes (FairLoss's first step is then up to
+    1 + λ·ln(classes) times longer); `skip`, no penalty; `exact`, one extra exchange.
+
+    `bound` b is not part of the paper: a client shortens its penalty p_i = d_i − ∇f_i to the length
+    b ‖∇f_i‖ where it is longer, so that no direction is longer than (1 + b) ‖∇f_i‖.
+    """
+
+    reference: ClassVar[str] = "FAIRVAR"
+    fairness_knob: ClassVar[str | None] = "strength"
+    uses_mean_gradient: ClassVar[bool] = True
+
+    strength: NonNegative
+    exact: bool = False
+    weights: ClientWeights = "uniform"
+    warm_start: Literal["zeros", "skip", "exact"] = "zeros"
+    bound: Positive | None = None
+
+    def at_round(self, t: int) -> Regularised:
+        if t > 0 or self.exact or self.warm_start == "zeros":
+            return self
+        skips = self.warm_start == "skip"
+        return replace(self, strength=0.0) if skips else replace(self, exact=True)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from fnmatch import fnmatchcase
+from typing import Annotated, ClassVar
 
+import msgspec
+import torch
 from torch import Tensor
 
-from fairvar.methods.regularised import Regularised
+from fairvar.errors import BadInput, shown
+from fairvar.methods.base import Regularised
+from fairvar.tree import Tree, tree_map
 
 
 class FairGrad(Regularised, frozen=True, tag="fairgrad"):
@@ -16,10 +21,38 @@ class FairGrad(Regularised, frozen=True, tag="fairgrad"):
 
     One step of FairGrad* is a gradient step on J_γ, because Σ_i r_i (∇f_i − ∇F) = 0 cancels what
     each client leaves out. Clients with equal Hessians make it FedAvg.
+
+    Two options make it FedIIR (Guo et al. 2023) with penalty γ/2: `ema`, g is a moving average over
+    rounds, g ← ema · g + (1 − ema) Σ_i r_i ∇f_i, from zero; `only`, the penalty counts parameters
+    whose names match this pattern, such as "fc.*".
     """
 
+    when: ClassVar[str] = (
+        "clients pull in different directions; losses must stay private; slow steps are fine"
+    )
     sends: ClassVar[tuple[str, ...]] = ("model update", "gradient")
+
+    ema: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
+    only: str | None = None
 
     @property
     def curvature(self) -> float | Tensor:
         return self.strength
+
+    def smoothed(self, before: Tree | None, fresh: Tree) -> Tree:
+        ema = self.ema
+        if ema is None or before is None:
+            return fresh
+        return tree_map(lambda old, new: ema * old + (1 - ema) * new, before, fresh)
+
+    def penalised(self, away: Tree) -> Tree:
+        if self.only is None:
+            return away
+        return {k: v if fnmatchcase(k, self.only) else torch.zeros_like(v) for k, v in away.items()}
+
+    def check_parameters(self, params: Tree) -> None:
+        if self.only is not None and not any(fnmatchcase(name, self.only) for name in params):
+            raise BadInput(
+                f"FairGrad.only = {shown(self.only)} is the name of no parameter; "
+                f"known are {shown(', '.join(params))}"
+            )

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fairvar.errors import BadInput
-from fairvar.methods.base import LossData, Traffic
-from fairvar.methods.regularised import Regularised
+from fairvar.methods.base import LossData, Regularised, Traffic
 
 
 class FairLoss(Regularised, frozen=True, tag="fairloss"):
@@ -22,6 +21,7 @@ class FairLoss(Regularised, frozen=True, tag="fairloss"):
     and forms Σ_i r_i (1 + λ(f_i − a)) ∇f_i itself.
     """
 
+    when: ClassVar[str] = "the variance of losses itself; secure aggregation; twice the traffic"
     sends: ClassVar[tuple[str, ...]] = ("model update", "loss", "gradient")
     uses_mean_loss: ClassVar[bool] = True
 

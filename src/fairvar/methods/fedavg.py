@@ -14,5 +14,6 @@ class FedAvg(Method, frozen=True, tag="fedavg"):
     """
 
     reference: ClassVar[str] = "McMahan et al. 2017"
+    when: ClassVar[str] = "the baseline: always run it too"
 
     weights: ClientWeights = "uniform"

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import CodeType
 
 from fairvar.errors import PLUGIN, BadInput, FairvarError
-from fairvar.system.files import MOST_CODE, read_bytes
+from fairvar.files import MOST_CODE, read_bytes
 
 
 class PluginLoader(SourceFileLoader):

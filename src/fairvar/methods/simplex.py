@@ -1,8 +1,10 @@
-"""The probability simplex: projection onto it, and quadratic programs over it (AFL, AAggFF)."""
+"""The probability simplex: projection onto it, and quadratic programs over it (AFL, AAggFF) or its
+part within bounds (FedMGDA+)."""
 
 from __future__ import annotations
 
-from typing import Any
+from math import ceil, log, sqrt
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float64
@@ -10,20 +12,30 @@ from torch import Tensor
 
 from fairvar.errors import RunFailed
 
+TOGETHER = 8  # iterations between two looks at the residual
+MOST_ITERATIONS = 100_000
+SETTLED = 1e-13
+RANK = 1e-11  # eigenvalues below this share of the largest are zero
+ROUNDING = 1e-14  # of products, as a share of the largest
+
 
 def project(v: Float64[Tensor, "*runs n"]) -> Float64[Tensor, "*runs n"]:
     """argmin_p ‖p − v‖ over p ≥ 0, Σ p = 1: shift by θ and cut at zero.
 
-    With u = v sorted downwards, k is the last index with k·u_k > Σ_{j≤k} u_j − 1 and
-    θ = (Σ_{j≤k} u_j − 1) / k. A constant added to v does not change the result, so the largest is
-    made zero first: next to 1e20 the 1 would be lost.
+    A constant added to v does not change the result, so the largest is made zero first: next to
+    1e20 the 1 would be lost.
     """
-    v = v - v.amax(-1, keepdim=True)
+    return _cut(v - v.amax(-1, keepdim=True), _counts(v))
+
+
+def _counts(v: Tensor) -> Tensor:
+    return torch.arange(1, v.shape[-1] + 1, dtype=v.dtype, device=v.device)
+
+
+def _cut(v: Tensor, counts: Tensor) -> Tensor:
+    """With u = v sorted downwards, θ = max_k (Σ_{j≤k} u_j − 1) / k."""
     u = torch.sort(v, descending=True).values
-    excess = torch.cumsum(u, -1) - 1
-    k = torch.arange(1, v.shape[-1] + 1, dtype=v.dtype, device=v.device)
-    last = (k * u > excess).sum(-1, keepdim=True) - 1
-    theta = torch.take_along_dim(excess, last, -1) / (last + 1)
+    theta = ((torch.cumsum(u, -1) - 1) / counts).amax(-1, keepdim=True)
     return torch.clamp(v - theta, min=0)
 
 
@@ -32,34 +44,60 @@ def minimise_quadratic(
     gram: Float64[Tensor, "n n"],
     linear: Float64[Tensor, " n"],
     start: Float64[Tensor, " n"],
+    iterations: int | None = None,
 ) -> Float64[Tensor, " n"]:
     """argmin over the simplex of ⟨linear, p⟩ + ½ pᵀ (diagonal·I + gram) p, gram ⪰ 0.
 
-    May be vmapped, although the number of iterations depends on the data: runs that train
-    together are solved together, and each keeps its p from the iteration where it settled.
+    By default it iterates until it settles, and so asks the host, which a recorded round cannot
+    do. With `iterations` it makes exactly that many (`enough_iterations` says how many). May be
+    vmapped either way: runs that train together are solved together.
     """
-    return _solve(diagonal, gram, linear, start)
+    return _solve(diagonal, gram, linear, start, iterations or 0)
+
+
+def enough_iterations(diagonal: float, largest: float, factor: float = 1e-12) -> int:
+    """How many iterations divide the distance to the minimum by 1 / factor, if no eigenvalue of
+    `gram` on {Σ v = 0} exceeds `largest`: with κ = 1 + largest / diagonal, one iteration leaves
+    1 − 1/√κ of the distance (and at least one is needed)."""
+    left = 1 - 1 / sqrt(1 + largest / diagonal)
+    return 1 + ceil(log(factor) / log(left)) if left > factor else 2
+
+
+def distance_from_minimum(
+    diagonal: float,
+    gram: Float64[Tensor, "*runs n n"],
+    linear: Float64[Tensor, "*runs n"],
+    p: Float64[Tensor, "*runs n"],
+) -> Float64[Tensor, " *runs"]:
+    """How far one gradient step with projection moves p: zero at the minimum alone."""
+    largest, _ = _pace(diagonal, gram)
+    slope = diagonal * p + (gram @ p.unsqueeze(-1)).squeeze(-1) + linear
+    return (project(p - slope / largest) - p).abs().amax(-1)
 
 
 @torch.library.custom_op(
     "fairvar::minimise_quadratic",
     mutates_args=(),
-    schema="(float diagonal, Tensor gram, Tensor linear, Tensor start) -> Tensor",
+    schema="(float diagonal, Tensor gram, Tensor linear, Tensor start, int iterations) -> Tensor",
 )
-def _solve(diagonal: float, gram: Tensor, linear: Tensor, start: Tensor) -> Tensor:
+def _solve(diagonal: float, gram: Tensor, linear: Tensor, start: Tensor, iterations: int) -> Tensor:
+    if iterations:
+        p = project(start)
+        return _iterate(diagonal, gram, linear, p, p, iterations)[0]
     return settle(diagonal, gram, linear, start)
 
 
 @_solve.register_vmap
 def _solve_together(
-    info: Any, in_dims: tuple[int | None, ...], diagonal: float, *problem: Tensor
+    info: Any, in_dims: tuple[int | None, ...], diagonal: float, *given: Any
 ) -> tuple[Tensor, int]:
+    *problem, iterations = given
     stacked = [
         value.expand(info.batch_size, *value.shape) if axis is None else value.movedim(axis, 0)
-        for value, axis in zip(problem, in_dims[1:], strict=True)
+        for value, axis in zip(problem, in_dims[1:], strict=False)
     ]
     gram, linear, start = stacked
-    return _solve(diagonal, gram, linear, start), 0
+    return _solve(diagonal, gram, linear, start, iterations), 0
 
 
 def settle(
@@ -67,28 +105,139 @@ def settle(
     gram: Float64[Tensor, "*runs n n"],
     linear: Float64[Tensor, "*runs n"],
     start: Float64[Tensor, "*runs n"],
-    tolerance: float = 1e-13,
-    most_iterations: int = 100_000,
 ) -> Float64[Tensor, "*runs n"]:
-    """Projected gradient with the constant momentum of strongly convex problems.
-
-    The trace of `gram` bounds its largest eigenvalue; it is nearly tight here because AAggFF's
-    gradients are almost parallel. A run whose numbers are not finite (it diverged) stays NaN and
-    is not waited for.
-    """
-    largest = diagonal + gram.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True)
-    root = (largest / diagonal).sqrt()
-    momentum = (root - 1) / (root + 1)
+    """Iterates until all runs have settled; each keeps its p from when it did. A run whose numbers
+    are not finite (it diverged) stays NaN and is not waited for."""
     p = project(start)
-    ahead, moving = p, torch.ones_like(largest, dtype=torch.bool)
-    for _ in range(most_iterations):
-        slope = diagonal * ahead + (gram @ ahead.unsqueeze(-1)).squeeze(-1) + linear
-        following = torch.where(moving, project(ahead - slope / largest), p)
-        change = (following - p).abs().amax(-1, keepdim=True)
-        ahead = following + momentum * (following - p)
-        p = following
-        moving = moving & (change >= tolerance)
+    ahead, moving = p, torch.ones_like(p[..., :1], dtype=torch.bool)
+    for _ in range(0, MOST_ITERATIONS, TOGETHER):
+        new, ahead, change = _iterate(diagonal, gram, linear, p, ahead, TOGETHER)
+        p = torch.where(moving, new, p)
+        moving = moving & (change >= SETTLED).unsqueeze(-1)
         if not bool(moving.any()):
             return p
-    worst = float(change.max())
-    raise RunFailed(f"the weights did not settle in {most_iterations} iterations (change {worst})")
+    raise RunFailed(f"the weights did not settle in {MOST_ITERATIONS} iterations "
+                    f"(change {float(change.max())})")  # fmt: skip
+
+
+def _iterate(
+    diagonal: float, gram: Tensor, linear: Tensor, p: Tensor, ahead: Tensor, iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Projected gradient with the constant momentum of strongly convex problems; also returns the
+    point ahead, and the last change. Few operations, because each is a kernel on a GPU."""
+    largest, momentum = _pace(diagonal, gram)
+    counts, kept, scale = _counts(linear), 1 - diagonal / largest, -1 / largest
+    shift = linear * scale
+    shift = shift - shift.amax(-1, keepdim=True)  # as in `project`, once for all iterations
+    before = p
+    for _ in range(iterations):
+        before = p
+        bent = (gram @ ahead.unsqueeze(-1)).squeeze(-1)
+        v = torch.addcmul(torch.addcmul(shift, ahead, kept), bent, scale)
+        p = _cut(v, counts)
+        ahead = torch.lerp(before, p, 1 + momentum)
+    return p, ahead, (p - before).abs().amax(-1)
+
+
+def _pace(diagonal: float, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """A bound of the largest eigenvalue of diagonal·I + gram on {Σ v = 0}, and the momentum.
+
+    p moves inside Σ p = 1, so what `gram` does along (1, …, 1) does not matter, and for AAggFF,
+    whose gradients are almost parallel to it, that is most of `gram`. The others are bounded by
+    their sum (the trace) and, mostly far better, by the root of the sum of their squares
+    (Frobenius' norm); with P = I − 11ᵀ/n both are those of P gram P.
+    """
+    n, rows = gram.shape[-1], gram.sum(-1)
+    middle = rows.sum(-1) / n
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1) - middle
+    norm = torch.linalg.vector_norm(gram, dim=(-2, -1))
+    squares = norm**2 - 2 * rows.square().sum(-1) / n + middle**2
+    bound = torch.fmin(trace, squares.clamp(min=0).sqrt())  # squares may overflow
+    largest = diagonal + bound.clamp(min=0).unsqueeze(-1)
+    root = (largest / diagonal).sqrt()
+    return largest, (root - 1) / (root + 1)
+
+
+# -- within bounds ---------------------------------------------------------------------------------
+def project_within(
+    v: Float64[Tensor, " n"], low: Float64[Tensor, " n"], high: Float64[Tensor, " n"]
+) -> Float64[Tensor, " n"]:
+    """argmin_p ‖p − v‖ over low ≤ p ≤ high, Σ p = 1: p = clip(v − θ, low, high).
+
+    Σ p falls with θ: not at all below v_i − high_i and above v_i − low_i, with slope one between.
+    """
+    ends, order = torch.cat([v - high, v - low]).sort()
+    turns = torch.cat([-torch.ones_like(v), torch.ones_like(v)])[order]
+    slope = turns.cumsum(0)[:-1]
+    total = high.sum() + torch.cat([torch.zeros_like(v[:1]), (slope * ends.diff()).cumsum(0)])
+    last = (total >= 1).sum().clamp(min=1, max=len(slope)) - 1  # the piece in which Σ p = 1
+    steep = slope.take(last).clamp(max=-1)  # of a flat piece every θ is right
+    return torch.clamp(v - ends.take(last) - (1 - total.take(last)) / steep, low, high)
+
+
+def minimise_within(
+    gram: Float64[Tensor, "n n"],
+    start: Float64[Tensor, " n"],
+    low: Float64[Tensor, " n"],
+    high: Float64[Tensor, " n"],
+) -> Float64[Tensor, " n"]:
+    """argmin over low ≤ p ≤ high, Σ p = 1 of pᵀ gram p, where gram ⪰ 0 may be singular.
+
+    Projected gradient with momentum, which starts anew when it overshoots, finds the bounds that
+    hold. One linear system then gives the minimum between them. All steps are symmetric in the
+    clients: where several p are minimal, the one found does not depend on their order, and it is
+    `start` if that is minimal, or if `gram` is not finite. It asks the host when to stop.
+    """
+    problem = Within(*_centred(gram), low, high)
+    p = ahead = start
+    speed = 1.0
+    for number in range(MOST_ITERATIONS):
+        if number % TOGETHER == 0:
+            for find in (lambda p: p, problem.between):
+                found = find(p)
+                far = problem.distance(found)
+                if not bool(far > SETTLED):  # also NaN
+                    return found
+        new = problem.step(ahead)
+        if bool((ahead - new) @ (new - p) > 0):  # uphill
+            p, ahead, speed = new, new, 1.0
+            continue
+        faster = (1 + sqrt(1 + 4 * speed**2)) / 2
+        p, ahead, speed = new, new + (speed - 1) / faster * (new - p), faster
+    raise RunFailed(f"the weights did not settle in {MOST_ITERATIONS} iterations "
+                    f"(distance {float(far)})")  # fmt: skip
+
+
+def _centred(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """A and b, for which ½ pᵀ A p + bᵀ p is pᵀ gram p up to a constant and a factor where Σ p = 1.
+    No eigenvalue of A exceeds one. Both are zero if all that the clients differ in is rounding."""
+    rows = gram.mean(0)
+    A, b = gram - rows - rows[:, None] + rows.mean(), rows - rows.mean()
+    size = torch.linalg.matrix_norm(A)
+    scale = torch.where(size <= ROUNDING * torch.linalg.matrix_norm(gram), torch.inf, size)
+    return A / scale, b / scale
+
+
+class Within(NamedTuple):
+    """½ pᵀ A p + bᵀ p on low ≤ p ≤ high, Σ p = 1."""
+
+    A: Tensor
+    b: Tensor
+    low: Tensor
+    high: Tensor
+
+    def step(self, p: Tensor) -> Tensor:
+        """A gradient step, projected."""
+        return project_within(p - self.A @ p - self.b, self.low, self.high)
+
+    def distance(self, p: Tensor) -> Tensor:
+        """How far a step moves p: zero at a minimum alone."""
+        return (self.step(p) - p).abs().amax()
+
+    def between(self, p: Tensor) -> Tensor:
+        """The minimum nearest to p if those at a bound stay there and no other bound mattered: with
+        Q the projection on {v: Σ v = 0, v = 0 at bounds}, p − (Q A Q)⁺ (A p + b)."""
+        free = ((p > self.low) & (p < self.high)).double()
+        Q = free.diag() - torch.outer(free, free) / free.sum().clamp(min=1)
+        bent = torch.linalg.pinv(Q @ self.A @ Q, rtol=RANK, hermitian=True)
+        return project_within(p - bent @ (self.A @ p + self.b), self.low, self.high)

@@ -16,9 +16,16 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-from fairvar.errors import BadInput, shown
-from fairvar.models.norm import SWAPPED, PlainBatchNorm, call, sample_weight_names, swap_batch_norm
-from fairvar.models.twice import hessian_product, twice_differentiable
+from fairvar.errors import BadInput, cause, shown
+from fairvar.models.norm import (
+    SWAPPED,
+    PlainBatchNorm,
+    call,
+    hessian_product,
+    sample_weight_names,
+    swap_batch_norm,
+    twice_differentiable,
+)
 from fairvar.tree import Tree, scale, stack
 
 FEW = 4  # samples on which second derivatives are tried: they are costly
@@ -120,44 +127,38 @@ def _parameter_problems(module: nn.Module) -> Iterator[Problem]:
 def _layer_problems(module: nn.Module) -> Iterator[Problem]:
     """What is wrong with a layer by what it is, without running it."""
     for name, layer in module.named_modules():
-        for applies, text, fatal in _rules(layer):
-            if applies:
-                yield Problem(f"{name or 'the module'} ({type(layer).__name__}) {text}", fatal)
+        for text in _reasons(layer):
+            fatal = not text.endswith(LOOP)
+            yield Problem(f"{name or 'the module'} ({type(layer).__name__}) {text}", fatal)
 
 
-def _rules(layer: nn.Module) -> list[tuple[bool, str, bool]]:
-    """(whether it holds for this layer, the reason with its fix, whether it is fatal)"""
+def _reasons(layer: nn.Module) -> Iterator[str]:
+    """Each with its fix."""
     share = getattr(layer, "p" if isinstance(layer, _DropoutNd) else "dropout", 0)
-    drops = isinstance(share, float | int) and share > 0
-    random = isinstance(layer, nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d)
     hooks = {type(hook).__name__ for hook in layer._forward_pre_hooks.values()}
-    spectral = "SpectralNorm" in hooks or type(layer).__name__ == "_SpectralNorm"
-    compiled = isinstance(layer, torch.jit.ScriptModule) or hasattr(layer, "_orig_mod")
-    spread = isinstance(layer, nn.DataParallel | nn.parallel.DistributedDataParallel)
-    synced = isinstance(layer, nn.SyncBatchNorm)
-    norm = isinstance(layer, _BatchNorm) and not synced
-    endless = norm and layer.momentum is None
-    own_norm = norm and not endless and type(layer) not in (*SWAPPED, PlainBatchNorm)
-    tracks = isinstance(layer, _InstanceNorm) and layer.track_running_stats
-    recurrent = isinstance(layer, nn.RNNBase)
     one = "but two passes over a batch must see one function"
-    # fmt: off
-    return [
-        (drops, f"drops at random, {one}: set it to 0", True),
-        (random, f"is random, {one}: use LeakyReLU or MaxPool instead", True),
-        (recurrent, "cannot have parameters per client under vmap: write it with Linear layers "
-         + LOOP, False),
-        (compiled, "is compiled: give the module that it was made from", True),
-        (spread, "spreads a batch over devices: give its .module", True),
-        (synced, "mixes the batches of processes, so of clients: use BatchNorm2d", True),
-        (endless, "averages over all batches ever seen: set momentum, for example to 0.1", True),
-        (own_norm, f"is a batch norm of its own kind: use BatchNorm1d, 2d or 3d {LOOP}", False),
-        (tracks, f"keeps running statistics in place: set track_running_stats=False {LOOP}", False),
-        (spectral, "changes its state in every forward pass: remove the spectral norm", True),
-        ("WeightNorm" in hooks,
-         f"has a weight norm by hook: use nn.utils.parametrizations.weight_norm {LOOP}", False),
-    ]
-    # fmt: on
+    if isinstance(share, float | int) and share > 0:
+        yield f"drops at random, {one}: set it to 0"
+    if isinstance(layer, nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
+        yield f"is random, {one}: use LeakyReLU or MaxPool instead"
+    if isinstance(layer, nn.RNNBase):
+        yield f"cannot have parameters per client under vmap: write it with Linear layers {LOOP}"
+    if isinstance(layer, torch.jit.ScriptModule) or hasattr(layer, "_orig_mod"):
+        yield "is compiled: give the module that it was made from"
+    if isinstance(layer, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        yield "spreads a batch over devices: give its .module"
+    if isinstance(layer, nn.SyncBatchNorm):
+        yield "mixes the batches of processes, so of clients: use BatchNorm2d"
+    elif isinstance(layer, _BatchNorm) and layer.momentum is None:
+        yield "averages over all batches ever seen: set momentum, for example to 0.1"
+    elif isinstance(layer, _BatchNorm) and type(layer) not in (*SWAPPED, PlainBatchNorm):
+        yield f"is a batch norm of its own kind: use BatchNorm1d, 2d or 3d {LOOP}"
+    if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
+        yield f"keeps running statistics in place: set track_running_stats=False {LOOP}"
+    if "SpectralNorm" in hooks or type(layer).__name__ == "_SpectralNorm":
+        yield "changes its state in every forward pass: remove the spectral norm"
+    if "WeightNorm" in hooks:
+        yield f"has a weight norm by hook: use nn.utils.parametrizations.weight_norm {LOOP}"
 
 
 def _pass_problems(
@@ -177,7 +178,7 @@ def _pass_problems(
             shape = tuple(inputs[:1].shape)
             alone = evaluating(inputs[:1])
     except Exception as error:
-        yield Problem(f"fails on inputs of shape {shape}: {one_line(error)}")
+        yield Problem(f"fails on inputs of shape {shape}: {cause(error)}")
         return
     for given, samples, labels in (
         (outputs, inputs, targets), (evaluated, inputs, targets), (alone, inputs[:1], None)
@@ -192,7 +193,7 @@ def _pass_problems(
     try:
         _slopes(copy.deepcopy(module).train(), inputs)
     except Exception as error:
-        yield Problem(f"cannot be differentiated: {one_line(error)}")
+        yield Problem(f"cannot be differentiated: {cause(error)}")
 
 
 def _output_problems(
@@ -237,7 +238,7 @@ def _try_engines(
             bent = torch.cat([leaf.flatten() for leaf in products])
         except Exception as error:
             found.problems.append(Problem("cannot be differentiated twice, which FairGrad needs "
-                                          f"and no other method: {one_line(error)}"))  # fmt: skip
+                                          f"and no other method: {cause(error)}"))  # fmt: skip
     try:
         trial = swap_batch_norm(plain)
         if changed := _changed_in_place(trial, inputs):
@@ -248,7 +249,7 @@ def _try_engines(
             found.reverse_over_forward = bent is None or _bends_in_reverse(trial, inputs, bent)
         found.problems += _mixing_problems(trial, inputs)
     except Exception as error:
-        text = f"does not run under torch.func {LOOP}: {one_line(error)}"
+        text = f"does not run under torch.func {LOOP}: {cause(error)}"
         found.problems.append(Problem(text, fatal=False))
 
 
@@ -279,18 +280,17 @@ def _precise(module: nn.Module, inputs: Tensor) -> tuple[nn.Module, Tensor]:
 
 def _vmap_problems(module: nn.Module, inputs: Tensor, bent: Tensor | None) -> Iterator[Problem]:
     """Two clients at once against one by one; `bent` is what the second derivative should be."""
-    which = ""
+    which, why = "", ""
     try:
         alike = _same_together(module, inputs)
         if alike and bent is not None:
             which = "has a second derivative that "
             alike = _bends_forward(module, inputs, bent)
+        what = "" if alike else "gives other numbers"
     except Exception as error:
-        text = f"{which}does not run under torch.func.vmap {LOOP}: {one_line(error)}"
-        yield Problem(text, fatal=False)
-        return
-    if not alike:
-        yield Problem(f"{which}gives other numbers under torch.func.vmap {LOOP}", fatal=False)
+        what, why = "does not run", f": {cause(error)}"
+    if what:
+        yield Problem(f"{which}{what} under torch.func.vmap {LOOP}{why}", fatal=False)
 
 
 def _same_together(module: nn.Module, inputs: Tensor) -> bool:
@@ -379,7 +379,7 @@ def _mixing_problems(module: nn.Module, inputs: Tensor) -> Iterator[Problem]:
         mixed |= bool(without) and not _close(_flat(with_padding).double(), _flat(without).double())
         reason = "lets the samples of a batch influence each other, so padding would leak"
     except Exception as error:
-        mixed, reason = True, f"does not run on padded batches: {one_line(error)}"
+        mixed, reason = True, f"does not run on padded batches: {cause(error)}"
     if mixed:
         yield Problem(f"{reason}: use only layers that treat samples alone {LOOP}", fatal=False)
 
@@ -398,9 +398,3 @@ def _close(a: Tensor, b: Tensor, factor: float = 1.0) -> bool:
     tolerance = factor * {torch.float64: 1e-7, torch.float32: 1e-3}.get(a.dtype, 1e-2)
     largest = float(b.abs().max()) if b.numel() else 0.0
     return a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance * largest)
-
-
-def one_line(error: Exception) -> str:
-    """torch's own message, shortened to one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 160 else text[:157] + "..."

@@ -1,42 +1,32 @@
-"""Batch norm for many clients at once: plain tensor operations, padded samples left out.
+"""Modules as functions of their parameters, for many clients at once: calls that change nothing,
+batch norm in plain tensor operations, and second derivatives.
 
 Why not `nn.BatchNorm2d`: under vmap, torch's fused batch norm gives *silently wrong* second
 derivatives in training mode (torch 2.11 on CUDA and 2.13 on CPU), it updates the running statistics
 in place (so a second pass over the same batch updates them twice), and it cannot leave out padding.
 `swap_batch_norm` replaces it by `PlainBatchNorm`, with the same names in the state dict.
 
-How the engine uses it: clients have ragged batches, padded to a common length b with any *finite*
-values; `real` (clients, b) holds 1 for a real sample and 0 for padding. Nothing is changed in
-place: the new running statistics come back as a value, so a pass whose statistics are not wanted
-(such as the second pass of FairGrad) drops them.
+Clients have ragged batches, padded to a common length b with any *finite* values; `real` (b,) holds
+1 for a real sample and 0 for padding. For one client, inside vmap and grad:
 
-    module = swap_batch_norm(model).train()
-    params = dict(module.named_parameters()); buffers = dict(module.named_buffers())
+    outputs, buffers = call(module, params, buffers, x, real)
 
-    def client_loss(params, buffers, x, y, real):              # one client
-        outputs, buffers = call(module, params, buffers, x, real)
-        losses = cross_entropy(outputs, y, reduction="none")
-        return (losses * real).sum() / real.sum(), buffers
-
-    losses, stacked = vmap(client_loss, in_dims=(None, 0, 0, 0, 0))(params, stacked, x, y, real)
-    step = vmap(grad_and_value(client_loss, has_aux=True))     # with parameters of their own
-    gradients, (losses, stacked) = step(stacked_params, stacked, x, y, real)
-
-Second derivatives work forward over reverse, reverse over forward and reverse over reverse. `call`
-is `functional_call` on *one* dict, which torch updates with the reassigned buffers (a tuple of
-dicts would lose them), and handles tied weights.
+The new running statistics come back as a value, so a pass whose statistics are not wanted (such as
+the second pass of FairGrad) drops them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fairvar.errors import BadInput
@@ -186,7 +176,11 @@ def call(
     inputs: Tensor,
     sample_weight: Shaped[Tensor, " b"] | None = None,
 ) -> tuple[Any, Tree]:
-    """Outputs and new buffers of `module` with these parameters; changes nothing it is given."""
+    """Outputs and new buffers of `module` with these parameters; changes nothing it is given.
+
+    `functional_call` takes *one* dict, which torch updates with the reassigned buffers (a tuple of
+    dicts would lose them).
+    """
     state = {**params, **buffers}
     state.update({alias: state[name] for alias, name in _aliases(module) if name in state})
     if sample_weight is not None:
@@ -207,3 +201,26 @@ def _aliases(module: nn.Module) -> Iterator[tuple[str, str]]:
             name = f"{prefix}.{leaf}" if prefix else leaf
             if tensor is not None and first.setdefault(id(tensor), name) != name:
                 yield name, first[id(tensor)]
+
+
+@contextmanager
+def twice_differentiable(module: nn.Module) -> Iterator[None]:
+    """Fused attention and cuDNN's recurrent layers have first derivatives only: while this lasts,
+    torch computes attention by plain operations, and recurrent layers without cuDNN."""
+    with ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if any(isinstance(layer, nn.RNNBase) for layer in module.modules()):
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        yield
+
+
+def hessian_product(
+    slopes: Sequence[Tensor], parameters: Sequence[Tensor], along: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """∇²f · along from the slopes ∇f with their graph: reverse over reverse. Zero where the slopes
+    do not depend on the parameters."""
+    bent = [(s, v) for s, v in zip(slopes, along, strict=True) if s.requires_grad]
+    if not bent:
+        return tuple(torch.zeros_like(p) for p in parameters)
+    some, their = zip(*bent, strict=True)
+    return torch.autograd.grad(some, list(parameters), their, materialize_grads=True)

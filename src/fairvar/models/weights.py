@@ -1,8 +1,8 @@
 """Weight files into a model.
 
 `.safetensors` files are read by their library, `.pth` and `.pt` files by `torch.load` with its
-restricted unpickler (`weights_only`). That unpickler had two known holes: CVE-2025-32434, mended in
-torch 2.6, and CVE-2026-24747, mended in 2.10, which is why pyproject.toml asks for 2.10 or newer.
+restricted unpickler (`weights_only`). Known holes of that unpickler were mended in torch 2.6
+(CVE-2025-32434) and 2.10 (CVE-2026-24747), which is why pyproject.toml asks for 2.10 or newer.
 Before torch reads the file, the sizes in its zip table are checked, so that a small file cannot
 fill the memory; afterwards, that it holds nothing but plain tensors.
 """
@@ -24,7 +24,7 @@ from safetensors.torch import load as parse_safetensors
 from torch import Tensor, nn
 
 from fairvar.errors import BadInput, IntegrityError, one_line
-from fairvar.system.files import MOST_TENSORS, read_bytes
+from fairvar.files import MOST_TENSORS, read_bytes
 from fairvar.tree import Tree
 
 MOST_INDEX_BYTES = 2 << 20  # of the pickle or the header that lists the tensors

@@ -1,12 +1,20 @@
-"""Methods compared with each other on the same seeds and clients: `fairvar compare`, and every
-method compared with FedAvg in a report."""
+"""Methods compared with each other on the same seeds and clients: `fairvar compare`, every method
+compared with FedAvg in a report, and the claims of the paper, tested on these runs.
+
+A claim becomes pairs of methods on one federation. An interval that excludes zero is a clear
+difference. Every interval has 95 %: of a hundred pairs that do not differ, about five look as if
+they did. Each claim is tested twice: at the chosen rounds, as in the paper's tables, and averaged
+over the last quarter of the rounds, which are the same for all methods, so that fluctuations
+between evaluations cancel.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+import csv
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +24,26 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fairvar.errors import BadInput, unknown
-from fairvar.metrics.paired import Late, Paired, compare, compare_rounds, pair
-from fairvar.report.table import UNDEFINED, Column, Row, Table
-from fairvar.runs.results import Group, gather
+from fairvar.report.paired import Difference, Paired, compare
+from fairvar.report.table import UNDEFINED, Column, Estimate, Row, Table
+from fairvar.runs.results import gather
 from fairvar.runs.store import is_complete
 from fairvar.runs.stored import StoredRun
-from fairvar.runs.trials import Result, late_rounds
+from fairvar.runs.trials import Group, Result, Trial
 
 SHOWN = 5  # clients listed on either side
-MODELS = ("global", "local")
+# Models in a legend, in figures and in sentences.
 MEANT = {
     "local": "local: each client's model after its local work",
     "global": "global: the shared model",
+    "personal": "personal: the model that each client keeps, compared with the global one where "
+    "FedAvg has no such",
+}
+NAMES = {"local": "local models", "global": "global model", "personal": "personal models"}
+WHICH = {
+    "global": "the global model",
+    "local": "the local models (each client's after its local work)",
+    "personal": "the personal models (each client keeps its own)",
 }
 METRICS = {
     "accuracy": "accuracy",
@@ -36,12 +52,28 @@ METRICS = {
 }
 
 
+def paired(a: Result, b: Result, model: str, late: bool) -> Paired | None:
+    """A − B, both by `model` or the one that they are reported by; None if the two have too little
+    in common. `late`: over the last quarter of the rounds instead of at the chosen round."""
+    return _paired(a, b, (a.reported(model), b.reported(model)), late)
+
+
 @lru_cache(maxsize=512)
-def paired(a: Result, b: Result, model: str, late: bool) -> Paired | Late | None:
-    """A − B; None if the two have too little in common. `late`: over the last quarter of the rounds
-    instead of at the chosen round."""
-    one, other = ((r.late(model) if late else r.seed_accuracy(model)) for r in (a, b))
-    return pair(one, other, b.samples())
+def _paired(a: Result, b: Result, models: tuple[str, str], late: bool) -> Paired | None:
+    pairs = zip((a, b), models, strict=True)
+    one, other = ((r.late(model) if late else r.seed_accuracy(model)) for r, model in pairs)
+    try:
+        return compare(one, other, b.samples())
+    except BadInput:
+        return None
+
+
+def about(results: Sequence[Result], model: str) -> str:
+    """The models that a figure of these results shows, for its axis."""
+    other = [r.label for r in results if r.reported(model) != model]
+    if len(other) == len(results):
+        return NAMES["personal"]
+    return NAMES[model] + (f" ({', '.join(other)}: personal)" if other else "")
 
 
 def federation_name(group: Group) -> str:
@@ -50,20 +82,36 @@ def federation_name(group: Group) -> str:
     return f"{group.dataset}, {deployed}{group.config.protocol}{alpha}"
 
 
+def shown(d: Difference, digits: int) -> tuple[str, str]:
+    """A difference and its interval, ×100."""
+    if not np.isfinite(d.value):
+        return UNDEFINED, UNDEFINED
+    value, low, high = (f"{100 * number:+.{digits}f}" for number in d)
+    return value, f"{low} to {high}"
+
+
+# --- every method compared with FedAvg -----------------------------------------------------------
 def compared_with_fedavg(groups: Sequence[Group]) -> Table | None:
-    """Every method − FedAvg, averaged over the last quarter of the rounds, for both models; None
+    """Every method − FedAvg, averaged over the last quarter of the rounds, for all models; None
     without FedAvg, or with fewer than two evaluations in these rounds."""
-    rows = [row for group in groups for row in _differences(group)]
+    rows = []
+    for group in groups:
+        cells: dict[str, dict[str, str]] = {}
+        for (label, model), both in late_differences(group.results).items():
+            row = cells.setdefault(label, {"where": federation_name(group)})
+            for metric in METRICS:
+                value, interval = shown(d := getattr(both, metric), 2)
+                text = value if value == UNDEFINED else f"{value} ({interval})"
+                row[f"{model}_{metric}"] = text + " *" * d.clear
+        rows += [Row(label, row) for label, row in cells.items()]
     if not rows:
         return None
     known = {model for group in groups for r in group.results for model in r.trial.models}
     models = [model for model in MEANT if model in known]
+    heads = [*zip(METRICS, ("acc.", "var.", "corr."), strict=True)]
     columns = [Column("where", "federation")] + [
-        Column(f"{model}_{metric}", f"{model} {head}")
-        for model in models
-        for metric, head in (("accuracy", "acc."), ("variance", "var."),
-                             ("corrected_variance", "corr."))
-    ]  # fmt: skip
+        Column(f"{model}_{metric}", f"{model} {head}") for model in models for metric, head in heads
+    ]
     notes = [
         "Test data, the configurations chosen on validation data. Accuracy in points, variances "
         "×100 with what the finite test sets add (var.) and without (corr.); in brackets the 95 % "
@@ -74,35 +122,21 @@ def compared_with_fedavg(groups: Sequence[Group]) -> Table | None:
     return Table("Every method compared with FedAvg, late in training", columns, rows, notes)
 
 
-def late_differences(results: Sequence[Result]) -> dict[tuple[str, str], Paired | Late]:
+def late_differences(results: Sequence[Result]) -> dict[tuple[str, str], Paired]:
     """Every method − FedAvg, late, by (method, model); only if evaluated at least twice there."""
     alive = {r.label: r for r in results if r.at is not None}
-    found: dict[tuple[str, str], Paired | Late] = {}
+    found: dict[tuple[str, str], Paired] = {}
     base = alive.pop("FedAvg", None)
     if base is None:
         return found
     for label, result in alive.items():
-        for model in MEANT:
-            both_have = all(model in r.trial.models for r in (result, base))
-            if both_have and len(result.late(model)) > 1:
-                both = paired(result, base, model, True)
+        for model in (model for model in MEANT if model in result.trial.models):
+            with_base = model if model in base.trial.models or model != "personal" else "global"
+            if with_base in base.trial.models and len(result.late(model)) > 1:
+                both = _paired(result, base, (model, with_base), True)
                 if both is not None:
                     found[label, model] = both
     return found
-
-
-def _differences(group: Group) -> Iterator[Row]:
-    rows: dict[str, dict[str, str]] = {}
-    for (label, model), both in late_differences(group.results).items():
-        cells = rows.setdefault(label, {"where": federation_name(group)})
-        for metric in METRICS:
-            d = getattr(both, metric)
-            if not math.isfinite(d.value):
-                cells[f"{model}_{metric}"] = UNDEFINED
-                continue
-            text = f"{100 * d.value:+.2f} ({100 * d.low:+.2f} to {100 * d.high:+.2f})"
-            cells[f"{model}_{metric}"] = text + (" *" if d.clear else "")
-    yield from (Row(label, cells) for label, cells in rows.items())
 
 
 # --- fairvar compare -----------------------------------------------------------------------------
@@ -119,56 +153,58 @@ class Side:
 def side(text: str, model: str | None, late: bool = False) -> Side:
     """FOLDER:LABEL[@ALPHA] of a sweep, or the folder of one run; `late`: the last quarter of the
     rounds instead of the chosen one (of a single run, the last)."""
-    if model not in (None, *MODELS):
-        raise unknown("model", model, MODELS)
+    if model not in (None, *NAMES):
+        raise unknown("model", model, NAMES)
     folder, _, label = text.partition(":")
-    if not label and is_complete(Path(folder)):
-        return _single(StoredRun.open(Path(folder)), model, late)
-    if not label:
+    if label:
+        group, result = _chosen(Path(folder), *label.split("@", 1))
+        passport, which = group.passport, model or result.reported(group.criterion.model)
+        name = f"{result.label} ({result.trial.describe(result.at)})"
+    elif is_complete(Path(folder)):
+        run = StoredRun.open(Path(folder))
+        trial = Trial(run.config.method, run.config.train.lr, [run.history(with_state=False)])
+        result, passport = Result(trial, -1, 1), run.manifest["passport"]
+        known = ["personal", run.config.select.model, *trial.models]
+        which = model or next((m for m in known if m in trial.models), known[1])
+        name = f"{result.label} ({run.folder.name})"
+    else:
         raise BadInput(
             f"{text!r}: name a method, such as {folder}:FedAvg, or a single run's folder"
         )
-    label, _, alpha = label.partition("@")
-    group = _group(Path(folder), alpha)
+    if which not in result.trial.models:
+        raise BadInput(f"{text}: no test accuracy of the {which} model; the {which} model was not "
+                       "measured there (see evaluate in the configuration)")  # fmt: skip
+    accuracy = result.late(which) if late else result.seed_accuracy(which)
+    return Side(name, which, str(passport.get("sha256")), accuracy, result.samples(),
+                result.trial.seeds)  # fmt: skip
+
+
+def _chosen(folder: Path, label: str, alpha: str = "") -> tuple[Group, Result]:
+    group = _group(folder, alpha)
     found = {r.label: r for r in group.results}
     if label not in found:
         raise unknown("method label", label, found)
-    result = found[label]
-    if result.at is None:
+    if found[label].at is None:
         raise BadInput(f"every configuration of {label} diverged; there is nothing to compare")
-    which = model or group.criterion.model
-    if which not in result.trial.models:
-        raise BadInput(f"{text}: the {which} model was not measured there (evaluate.local)")
-    return Side(
-        f"{label} ({result.trial.describe(result.at)})",
-        which,
-        str(group.passport.get("sha256")),
-        result.late(which) if late else result.seed_accuracy(which),
-        result.samples(),
-        result.trial.seeds,
-    )
+    return group, found[label]
 
 
 def _group(folder: Path, alpha: str) -> Group:
-    groups = gather(folder)
-    names = _names(groups)
-    if alpha in names:
-        return names[alpha]
-    if not alpha and len(groups) == 1:
-        return groups[0]
-    known = ", ".join(f"{name} ({federation_name(g)})" for name, g in names.items())
-    example = next(reversed(names), "0.1")
-    raise BadInput(f"{folder} has results for {known}; say which, as in :FedAvg@{example}")
-
-
-def _names(groups: Sequence[Group]) -> dict[str, Group]:
     """By alpha, or else by the kind of partition; numbered where that does not tell them apart."""
+    groups = gather(folder)
     several = len({g.config.protocol for g in groups}) > 1
     names = [f"{g.config.protocol}/{_name(g)}" if several else _name(g) for g in groups]
-    return {
+    found = {
         name if names.count(name) == 1 else f"{name}-{names[: place + 1].count(name)}": group
         for place, (name, group) in enumerate(zip(names, groups, strict=True))
     }
+    if alpha in found:
+        return found[alpha]
+    if not alpha and len(groups) == 1:
+        return groups[0]
+    known = ", ".join(f"{name} ({federation_name(g)})" for name, g in found.items())
+    example = next(reversed(found), "0.1")
+    raise BadInput(f"{folder} has results for {known}; say which, as in :FedAvg@{example}")
 
 
 def _name(group: Group) -> str:
@@ -178,29 +214,11 @@ def _name(group: Group) -> str:
     return f"{name}/{group.data}" if group.data else name
 
 
-def _single(run: StoredRun, model: str | None, late: bool) -> Side:
-    history, which = run.history(with_state=False), model or run.config.select.model
-    known = [m for split, m in history.accuracy if split == "test"]
-    if model is None and known and which not in known:
-        which = known[0]
-    if which not in known or not len(history.evaluated):
-        raise BadInput(f"{run.folder}: no test accuracy of the {which} model was measured")
-    accuracy = history.accuracy["test", which].numpy()
-    return Side(
-        f"{run.config.method.label} ({run.folder.name})",
-        which,
-        str(run.manifest["passport"].get("sha256")),
-        accuracy[late_rounds(history.evaluated.numpy())][:, None] if late else accuracy[-1:],
-        history.samples["test"].numpy(),
-        [run.config.train.seed],
-    )
-
-
-def versus(a: Side, b: Side) -> Paired | Late:
+def versus(a: Side, b: Side) -> Paired:
     """Pair over the seeds that both have; another partition has other clients and is refused."""
     if a.passport != b.passport:
         raise BadInput("the two sides have different partitions: their clients cannot be paired")
-    if a.model != b.model:
+    if a.model != b.model and "personal" not in (a.model, b.model):
         raise BadInput(f"A is about the {a.model} model and B about the {b.model} one: name one of "
                        "them with --model")  # fmt: skip
     both = (a.samples > 0) & (b.samples > 0)
@@ -210,54 +228,194 @@ def versus(a: Side, b: Side) -> Paired | Late:
     if not common:
         raise BadInput(f"no common seed: {a.seeds} and {b.seeds}")
     rows_a, rows_b = ([s.seeds.index(seed) for seed in common] for s in (a, b))
-    one, other = a.accuracy[..., rows_a, :], b.accuracy[..., rows_b, :]
-    return (compare if one.ndim == 2 else compare_rounds)(one, other, a.samples)
+    return compare(a.accuracy[..., rows_a, :], b.accuracy[..., rows_b, :], a.samples)
 
 
-NUMBERS = (
-    ("accuracy", "mean accuracy (points)"),
-    ("variance", "variance over clients ×100"),
-    ("corrected_variance", "corrected variance ×100"),
-    ("worst_10_percent", "worst 10 % (points)"),
-)
+NUMBERS = {
+    "accuracy": "mean accuracy (points)",
+    "variance": "variance over clients ×100",
+    "corrected_variance": "corrected variance ×100",
+    "worst_10_percent": "worst 10 % (points)",
+}
 
 
-def paired_table(a: Side, b: Side, paired: Paired | Late) -> Iterator[Any]:
-    when = "" if isinstance(paired, Paired) else ", average of the last quarter of the rounds"
+def _numbers(paired: Paired) -> dict[str, Difference]:
+    return {key: d for key in NUMBERS if (d := getattr(paired, key)) is not None}
+
+
+def _models(a: Side, b: Side) -> str:
+    return a.model if a.model == b.model else f"{a.model} (A) and {b.model} (B)"
+
+
+def paired_table(a: Side, b: Side, paired: Paired) -> Iterator[Any]:
+    when = ", average of the last quarter of the rounds" * paired.over_rounds
     yield Text.assemble(("A", "bold"), f" {a.name}\n", ("B", "bold"), f" {b.name}\n",
-                        f"test data, {a.model} model{when}")  # fmt: skip
+                        f"test data, {_models(a, b)} model{when}")  # fmt: skip
     table = RichTable(title="A − B, paired over seeds and clients", title_justify="left")
     for head in ("", "difference", "95 % interval", "clear?"):
-        table.add_column(head, justify="left" if not head else "right")
-    for key, name in NUMBERS:
-        d = getattr(paired, key, None)
-        if d is None:
-            continue
-        if not math.isfinite(d.value):
-            table.add_row(name, UNDEFINED, UNDEFINED, "")
-            continue
-        table.add_row(name, f"{100 * d.value:+.3f}", f"{100 * d.low:+.3f} to {100 * d.high:+.3f}",
-                      "yes" if d.clear else "within noise")  # fmt: skip
+        table.add_column(head, justify="right" if head else "left")
+    for key, d in _numbers(paired).items():
+        clear = "yes" if d.clear else "within noise"
+        table.add_row(NUMBERS[key], *shown(d, 3), clear if np.isfinite(d.value) else "")
     yield table
-    if not isinstance(paired, Paired):
+    if paired.over_rounds:
         return
     gain, pay = paired.gaining, paired.paying
     same = int(np.isfinite(paired.by_client).sum()) - len(gain) - len(pay)
     yield f"{len(gain)} clients gain, {len(pay)} pay, {same} are the same"
     for name, clients in (("gain most", gain), ("pay most", pay)):
-        shown = [f"{i}: {100 * paired.by_client[i]:+.1f}" for i in clients[:SHOWN]]
-        if shown:
-            yield f"  {name} (client: points)  " + ", ".join(shown)
+        listed = [f"{i}: {100 * paired.by_client[i]:+.1f}" for i in clients[:SHOWN]]
+        if listed:
+            yield f"  {name} (client: points)  " + ", ".join(listed)
 
 
-def paired_dict(a: Side, b: Side, paired: Paired | Late) -> dict[str, Any]:
-    late = not isinstance(paired, Paired)
-    found: dict[str, Any] = {"a": a.name, "b": b.name, "model": a.model, "late": late}
-    for key, _ in NUMBERS:
-        d = getattr(paired, key, None)
-        if d is not None:
-            found[key] = {"difference": d.value, "interval": [d.low, d.high], "clear": d.clear}
-    if not isinstance(paired, Paired):
+def paired_dict(a: Side, b: Side, paired: Paired) -> dict[str, Any]:
+    late = paired.over_rounds
+    found: dict[str, Any] = {"a": a.name, "b": b.name, "model": _models(a, b), "late": late}
+    for key, d in _numbers(paired).items():
+        found[key] = {"difference": d.value, "interval": [d.low, d.high], "clear": d.clear}
+    if late:
         return found
     clients = [None if np.isnan(v) else float(v) for v in paired.by_client]
     return found | {"by_client": clients, "gaining": paired.gaining, "paying": paired.paying}
+
+
+# --- what the paper prints and claims ------------------------------------------------------------
+# Names of our data sets → the paper's rows.
+DATASETS = {"mnist_1000": "mnist"} | {
+    name: name for name in ("mnist", "cifar10", "cifar100", "tiny_imagenet")
+}
+PAPER = ("FedAvg", "AFL", "q-FFL", "AAggFF", "FairLoss", "FairLoss*", "FairGrad", "FairGrad*")
+ALIKE, LESS, MORE = "alike", "less", "more"
+FEWEST_SEEDS = 3  # below that an interval over seeds says nothing about other seeds
+
+
+@cache
+def _printed() -> dict[tuple[str, float, str], dict[str, Estimate]]:
+    text = resources.files("fairvar.report").joinpath("paper_tables.csv").read_text("utf-8")
+    return {
+        (row["dataset"], float(row["alpha"]), row["method"]): {
+            "paper_accuracy": Estimate(float(row["acc"]), float(row["acc_se"])),
+            "paper_variance": Estimate(float(row["var"]), float(row["var_se"])),
+        }
+        for row in csv.DictReader(text.splitlines())
+    }
+
+
+def printed(dataset: str, alpha: float | None, label: str) -> Mapping[str, Estimate]:
+    """The paper's cells for a method label such as "FairGrad*", if it has any: accuracy in percent,
+    variance over clients in fraction² × 100."""
+    name = label.lower().replace("-", "").replace("*", "_star")
+    return {} if alpha is None else _printed().get((DATASETS.get(dataset, ""), alpha, name), {})
+
+
+@dataclass(frozen=True)
+class PaperClaim:
+    """What the paper says of `left` compared with each of `right` (all its methods if empty)."""
+
+    text: str
+    datasets: tuple[str, ...]
+    left: str
+    relation: str
+    metric: str
+    right: tuple[str, ...] = ()
+
+
+VARIANCES = ("variance", "corrected_variance")
+BOTH, CIFAR10, FEDAVG = ("mnist", "cifar10"), ("cifar10",), ("FedAvg",)
+CLAIMS = tuple(
+    PaperClaim(text, datasets, left, relation, metric, right)
+    for text, datasets, left, relation, metrics, right in (
+        ("FairGrad has the lowest variance", CIFAR10, "FairGrad", LESS, VARIANCES, ()),
+        ("FairGrad has the highest accuracy", CIFAR10, "FairGrad", MORE, ("accuracy",), ()),
+        ("all methods are equal", ("mnist",), "FedAvg", ALIKE, METRICS, ()),
+        ("AFL's variance is large", BOTH, "AFL", MORE, VARIANCES, FEDAVG),
+        ("FairGrad* is like FedAvg", CIFAR10, "FairGrad*", ALIKE, METRICS, FEDAVG),
+        ("FairGrad is not like FedAvg: lower variance", CIFAR10, "FairGrad", LESS, VARIANCES,
+         FEDAVG),
+        ("AAggFF, q-FFL and FairLoss are like FedAvg", BOTH, "FedAvg", ALIKE, METRICS,
+         ("AAggFF", "q-FFL", "FairLoss")),
+    )
+    for metric in metrics
+)  # fmt: skip
+
+
+def _judged(claim: PaperClaim, group: Group, late: bool) -> dict[str, str]:
+    """Cells for a claim on one federation, by the pair that decides it; none if the methods were
+    not run."""
+    found = {r.label: r for r in group.results if r.at is not None}
+    rivals = [r for r in claim.right or PAPER if r in found and r != claim.left]
+    pairs: dict[str, Difference] = {}
+    for rival in rivals if claim.left in found else ():
+        both = paired(found[claim.left], found[rival], group.criterion.model, late)
+        if both is not None and np.isfinite((d := getattr(both, claim.metric)).value):
+            pairs[rival] = d
+    if not pairs:
+        return {}
+    verdict, right = _verdict(claim.relation, pairs)
+    value, interval = shown(pairs[right], 3)
+    others = "" if len(pairs) == 1 else f" (of {len(pairs)})"
+    cells = {"verdict": verdict + " (few seeds)" * (_seeds(group) < FEWEST_SEEDS),
+             "pair": f"{claim.left} − {right}{others}", "difference": value,
+             "interval": interval}  # fmt: skip
+    return {f"late_{key}" if late else key: text for key, text in cells.items()}
+
+
+def _seeds(group: Group) -> int:
+    return min(len(r.trial.seeds) for r in group.results)
+
+
+def _verdict(relation: str, pairs: dict[str, Difference]) -> tuple[str, str]:
+    """The verdict, and the pair that contradicts the claim most."""
+    if relation == ALIKE:  # by the distance from zero in half widths of the interval
+        halves = {name: max((d.high - d.low) / 2, 1e-12) for name, d in pairs.items()}
+        worst = max(pairs, key=lambda name: abs(pairs[name].value) / halves[name])
+        clear = [name for name, d in pairs.items() if d.clear]
+        against = f"not reproduced: clear for {', '.join(clear)}"
+        return (against if clear else "undecided: no clear difference"), worst
+    sign = 1 if relation == MORE else -1
+    worst = min(pairs, key=lambda name: sign * pairs[name].value)
+    if all(d.clear and sign * d.value > 0 for d in pairs.values()):
+        return "reproduced", worst
+    if any(d.clear and sign * d.value < 0 for d in pairs.values()):
+        return "not reproduced: the opposite is clear", worst
+    return "undecided: within noise", worst
+
+
+def claims_table(groups: Sequence[Group]) -> Table | None:
+    """Every claim on every federation of the paper's data sets; None if none of them has enough
+    seeds. Federations with fewer seeds are marked."""
+    rows, counts = [], set[int]()
+    for group in groups:
+        seeds, dataset = _seeds(group), DATASETS.get(group.source)
+        about = {"where": federation_name(group), "seeds": str(seeds)}
+        for claim in (claim for claim in CLAIMS if dataset in claim.datasets):
+            now, late = (_judged(claim, group, late) for late in (False, True))
+            if now:
+                cells = {**about, "metric": METRICS[claim.metric], **now, **late}
+                rows.append(Row(claim.text, cells))
+                counts.add(seeds)
+    if not counts or max(counts) < FEWEST_SEEDS:
+        return None
+    columns = [Column(k, h) for k, h in (
+        ("where", "federation"), ("seeds", "seeds"), ("metric", "in"), ("verdict", "verdict"),
+        ("pair", "deciding pair"), ("difference", "difference"), ("interval", "95 % interval"),
+        ("late_verdict", "late: verdict"), ("late_pair", "late: pair"),
+        ("late_difference", "late: diff."), ("late_interval", "late: 95 %"),
+    )]  # fmt: skip
+    notes = [
+        "Paired over seeds and clients at the chosen configurations; accuracy in points, variances "
+        "×100. The deciding pair contradicts the claim most; the difference is its left minus its "
+        "right side.",
+        "late: averaged over the last quarter of the rounds, which are the same for every method, "
+        "instead of at the chosen round of each.",
+        "Each interval has 95 %: some of so many exclude zero by chance. The choice of the "
+        "configurations is not resampled.",
+    ]
+    if min(counts) < FEWEST_SEEDS:
+        notes.append(
+            f"(few seeds): fewer than {FEWEST_SEEDS}. With one seed the interval is over clients "
+            "only, and another seed may give another verdict."
+        )
+    title = "Claims of the paper, tested on these runs"
+    return Table(title, columns, rows, notes, of="claim")

@@ -7,19 +7,23 @@ and fraction² × 100, as papers print them. See `style` for how matplotlib is u
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
+from fairvar import metrics
 from fairvar.errors import BadInput
-from fairvar.metrics import fairness, inputs
+from fairvar.metrics import fairness, pareto_front
 from fairvar.report.style import (
     BASELINE,
     DARK,
     GREY,
+    MANY,
+    VARIANCE,
     Axes,
     Figure,
     Floats,
@@ -46,7 +50,10 @@ def client_accuracies(
     (nan) are left out.
     """
     demand_some(accuracy, "accuracy")
-    curves = {label: _Ranked.of(_by_seed(values, label)) for label, values in accuracy.items()}
+    curves = {
+        label: _Ranked.of(as_array(np.atleast_2d(metrics.as_array(values, label)), label, 2))
+        for label, values in accuracy.items()
+    }
     first = BASELINE if BASELINE in curves else next(iter(curves))
     down = math.ceil(len(curves) / 4)
     across = math.ceil(len(curves) / down)
@@ -68,11 +75,6 @@ def client_accuracies(
     legend = f"grey: {first}; dashed: mean; bar: mean of the worst 10 %"
     figure.supxlabel(f"clients from worst to best served (%)\n{legend}", fontsize=8)
     return figure
-
-
-def _by_seed(values: ArrayLike, label: str) -> Floats:
-    """(seeds, clients)"""
-    return as_array(np.atleast_2d(inputs.as_array(values, label)), label, 2)
 
 
 class _Ranked(NamedTuple):
@@ -233,7 +235,7 @@ def learning_curves(
     for label, y in lines.items():
         if len(y) != len(x):
             raise BadInput(f"{label} has {len(y)} values for {len(x)} rounds; give one per round")
-    figure = new_figure(6.4, 2.9)
+    figure = new_figure(6.4, max(2.9, 0.55 + 0.135 * len(lines)))
     whole, late = figure.subplots(1, 2)
     for axes, label in product((whole, late), lines):
         y, kind = lines[label], style_of(label)
@@ -345,3 +347,163 @@ def _edges(x: Floats) -> Floats:
         return np.array([x[0] - 0.5, x[0] + 0.5])
     middle = (x[1:] + x[:-1]) / 2
     return np.concatenate([[2 * x[0] - middle[0]], middle, [2 * x[-1] - middle[-1]]])
+
+
+# --- the front of accuracy and variance, with labels that do not overlap -------------------------
+@dataclass(frozen=True)
+class Point:
+    """A configuration: mean accuracy (fraction), variance over clients (fraction²), the errors."""
+
+    label: str
+    accuracy: float
+    variance: float
+    chosen: bool = False
+    accuracy_error: float | None = None
+    variance_error: float | None = None
+
+
+@styled
+def front(
+    points: Sequence[Point], noise_floor: float | None = None, model: str | None = None
+) -> Figure:
+    """Lower right is better. Dots: all configurations; marks: the chosen ones; line: Pareto front.
+
+    The axes show the neighbourhood of the chosen ones, since one diverged configuration would
+    squeeze the rest into a corner; a note gives the number outside. `model`: for the label of the
+    axis.
+    """
+    kept = [p for p in points if math.isfinite(p.accuracy) and math.isfinite(p.variance)]
+    demand_some(kept, "points (with finite accuracy and variance)")
+    chosen = [p for p in kept if p.chosen]
+    legend = len(chosen) > MANY  # then labels next to the marks would cover them
+    rows = math.ceil(len(chosen) / 5)
+    figure = new_figure(*((6.4, 3.6 + 0.17 * rows) if legend else (4.6, 3.5)))
+    axes = figure.subplots()
+    x, y = np.array([[p.accuracy * 100, p.variance * 100] for p in kept]).T
+    for label in dict.fromkeys(p.label for p in kept):  # a call per point makes a large file
+        mine = np.array([p.label == label for p in kept])
+        axes.plot(x[mine], y[mine], "o", ms=2.8, mew=0, color=style_of(label).colour, alpha=0.45)
+    marks = []
+    for p in chosen:
+        kind = style_of(p.label)
+        bars = axes.errorbar(
+            p.accuracy * 100, p.variance * 100, _percent(p.variance_error),
+            _percent(p.accuracy_error), fmt=kind.marker, ms=7, color=kind.colour, mec="white",
+            mew=0.7, elinewidth=0.8, zorder=4,
+        )  # fmt: skip
+        marks.append(bars.lines[0])
+    _front_limits(axes, kept, noise_floor)
+    (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
+    i = pareto_front(x, y)
+    reach = np.r_[min(left, x[i[0]]), x[i], x[i[-1]]], np.r_[y[i[0]], y[i], max(top, y[i[-1]])]
+    axes.step(*reach, where="pre", color=DARK, lw=0.8, zorder=1.5)
+    axes.set_xlim(left, right)
+    axes.set_ylim(bottom, top)
+    outside = len(points) - int(((x >= left) & (x <= right) & (y >= bottom) & (y <= top)).sum())
+    if outside:
+        note = f"{outside} of {len(points)} configurations outside the axes or diverged"
+        axes.set_title(note, loc="right", fontsize=6.5, color=DARK)
+    test, of = ("test ", f", {model}") if model else ("", "")
+    axes.set(xlabel=f"mean {test}accuracy over clients (%){of}", ylabel=VARIANCE)
+    if legend:
+        names = [p.label for p in chosen]
+        figure.legend(marks, names, loc="outside lower center", ncols=5, frameon=False)
+    else:
+        figure.draw_without_rendering()
+        _place_labels(axes, chosen)
+    return figure
+
+
+def _percent(error: float | None) -> float:
+    return 100 * error if error is not None and math.isfinite(error) else 0.0
+
+
+def _front_limits(axes: Axes, points: Sequence[Point], noise_floor: float | None) -> None:
+    chosen = np.array([p.chosen for p in points])
+    main = chosen if chosen.any() else ~chosen
+    x = np.array([(100 * p.accuracy, _percent(p.accuracy_error)) for p in points])
+    y = np.array([(100 * p.variance, _percent(p.variance_error)) for p in points])
+    axes.set_xlim(_reach(x[:, 0], x[:, 1], main))
+    low, high = _reach(y[:, 0], y[:, 1], main)
+    if noise_floor is not None and math.isfinite(noise_floor):
+        floor = 100 * noise_floor
+        low, high = min(low, floor - (high - floor) / 8), max(high, floor + 1e-9)
+        axes.axhspan(low - abs(low), floor, color="#e3e3e3", lw=0, zorder=0)
+        words: dict[str, Any] = {"fontsize": 6.5, "color": DARK, "ha": "right", "va": "top"}
+        axes.annotate(
+            "noise floor: what finite test sets add", xy=(0.99, floor), xytext=(0, -2),
+            xycoords=("axes fraction", "data"), textcoords="offset points", **words,
+        )  # fmt: skip
+    axes.set_ylim(low, high)
+
+
+def _reach(value: Floats, error: Floats, main: NDArray[np.bool_]) -> tuple[float, float]:
+    """Limits around the main points and their errors; the others widen them to double at most."""
+    low, high = (value - error)[main].min(), (value + error)[main].max()
+    span = max(high - low, 1e-3 * abs(high), 1e-6)
+    low = min(low, max(value.min(), low - span / 2))
+    high = max(high, min(value.max(), high + span / 2))
+    return float(low - span / 8), float(high + span / 8)
+
+
+_ANGLES = [(1, 1), (1, -1), (-1, 1), (-1, -1), (1, 0), (-1, 0), (0, 1), (0, -1)]
+_PLACES = [(r, np.array(side)) for r, side in product((4, 9, 15, 23, 33, 45), _ANGLES)]
+
+
+def _place_labels(axes: Axes, points: Sequence[Point]) -> None:
+    """Each label at the first of 48 places around its mark that touches nothing placed before.
+
+    Deterministic: near places first, points from left to right. If all are taken, the least bad.
+    """
+    from matplotlib.patheffects import withStroke
+
+    taken = _marks(axes, points) + [np.array(t.get_window_extent().extents) for t in axes.texts]
+    frame = np.array(axes.bbox.extents)
+    pixel = axes.figure.dpi / 72  # per typographic point
+    for p in sorted(points, key=lambda p: (p.accuracy, p.variance, p.label)):
+        place = (100 * p.accuracy, 100 * p.variance)
+        centre = axes.transData.transform(place)
+        words: dict[str, Any] = {"fontsize": 7, "color": text_colour(p.label), "ha": "center"}
+        trial = axes.text(0, 0, p.label, va="center", **words)
+        half = np.array(trial.get_window_extent().size) / 2
+        trial.remove()
+        best, found, least = (0, 0.0, 0.0), frame, math.inf
+        for r, side in _PLACES:
+            middle = centre + (r * pixel + half) * side
+            box = np.r_[middle - half, middle + half]
+            bad = sum(_overlap(box, other) for other in taken)
+            bad += 4 * (4 * half.prod() - _overlap(box, frame))
+            if bad + 1 < least:
+                best, found, least = (r, *((middle - centre) / pixel)), box, bad
+        taken.append(found)
+        leader = {
+            "arrowstyle": "-",
+            "lw": 0.5,
+            "color": text_colour(p.label),
+            "shrinkA": 0,
+            "shrinkB": 3,
+        }
+        axes.annotate(
+            p.label, place, best[1:], textcoords="offset points", va="center", zorder=5, **words,
+            arrowprops=leader if best[0] > 4 else None,
+            path_effects=[withStroke(linewidth=1.5, foreground="white")],
+        )  # fmt: skip
+
+
+def _marks(axes: Axes, points: Sequence[Point]) -> list[Floats]:
+    """Boxes (left, bottom, right, top) in pixels of the marks and both arms of their errors."""
+    boxes = []
+    for p in points:
+        at = np.array([100 * p.accuracy, 100 * p.variance])
+        arm = np.array([_percent(p.accuracy_error), _percent(p.variance_error)])
+        low, centre, high = axes.transData.transform([at - arm, at, at + arm])
+        boxes.append(np.r_[centre - 8, centre + 8])
+        boxes.append(np.r_[low[0], centre[1] - 2, high[0], centre[1] + 2])
+        boxes.append(np.r_[centre[0] - 2, low[1], centre[0] + 2, high[1]])
+    return boxes
+
+
+def _overlap(a: Floats, b: Floats) -> float:
+    """Common area of two boxes (left, bottom, right, top)."""
+    sides = np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2])
+    return float(np.maximum(sides, 0).prod())

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tomli_w
 
-from fairvar.report.compare import compared_with_fedavg
-from fairvar.report.html import Page, PageFigure, Section, figure_svg, write_page
-from fairvar.report.paper import claims_table, printed
-from fairvar.report.render import render
-from fairvar.report.result_figures import (
-    accuracy_figure,
-    curves_figure,
-    fedavg_figure,
-    front_figure,
-    partition_figure,
-    weights_figure,
-)
-from fairvar.report.result_tables import (
+from fairvar.metrics import mean_and_variance
+from fairvar.report import figures
+from fairvar.report.compare import (
+    NAMES,
     WHICH,
+    about,
+    claims_table,
+    compared_with_fedavg,
+    late_differences,
+    printed,
+)
+from fairvar.report.figures import Point
+from fairvar.report.html import PageFigure, Section, render_page
+from fairvar.report.result_tables import (
     WithTables,
     clients_csv,
     noise_floor,
@@ -30,11 +30,11 @@ from fairvar.report.result_tables import (
     overviews,
     result_table,
 )
-from fairvar.report.style import save
-from fairvar.report.table import Table
-from fairvar.runs.results import Group
+from fairvar.report.style import Figure, save, svg
+from fairvar.report.table import Table, mean_and_standard_error, render
 from fairvar.runs.runner import start_note
 from fairvar.runs.store import write_text
+from fairvar.runs.trials import Group, Result, Trial
 
 FORMATS = {"md": "markdown", "tex": "latex", "csv": "csv", "txt": "terminal"}
 CAPTIONS = {
@@ -71,13 +71,12 @@ def group_names(groups: Sequence[Group]) -> list[str]:
 
 
 def group_table(group: Group) -> Table:
-    cells = {r.label: printed(group.source, group.alpha, r.label) for r in group.results}
     return result_table(
         group.results,
         _title(group),
         list(_notes(group)),
         group.criterion.model,
-        {label: cell for label, cell in cells.items() if cell is not None},
+        {r.label: printed(group.source, group.alpha, r.label) for r in group.results},
         group.validated,
     )
 
@@ -98,6 +97,11 @@ def _notes(group: Group) -> Iterator[str]:
     floor = 100 * noise_floor(group.results, primary)
     if np.isfinite(floor):
         yield f"Noise floor of the variance ×100: {floor:.3f}."
+    for r in group.results:
+        if "personal" in r.trial.models:
+            shown = "and reported by them, since its clients use these" if r.model else (
+                f"and reported by {WHICH[primary]}, as asked for")  # fmt: skip
+            yield f"{r.label}: chosen by {WHICH['personal']}, {shown}."
     alive = [result.trial.models for result in group.results if result.at is not None]
     if alive and not any("local" in models for models in alive):
         yield "Local models were not evaluated (evaluate.local = false)."
@@ -128,18 +132,17 @@ def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[T
     """All tables and figures, and index.html; returns the tables and the files."""
     tables = [group_table(group) for group in groups]
     texts: dict[str, str] = {}
-    figures: list[Path] = []
+    drawn: list[Path] = []
     sections: list[Section] = []
     for group, name, table in zip(groups, group_names(groups), tables, strict=True):
         texts |= {f"table-{name}.{end}": render(table, kind) for end, kind in FORMATS.items()}
         shown = []
         for kind, figure in _figures(group):
-            files = save(figure, out, f"{kind}-{name}")
-            figures += files
+            png, pdf = save(figure, out, f"{kind}-{name}")
+            drawn += [png, pdf]
             # The page links only the PNG: results are often published without the PDFs.
-            links = [file.name for file in files if file.suffix == ".png"]
             caption = CAPTIONS[kind].format(model=WHICH[group.criterion.model])
-            shown.append(PageFigure(figure_svg(figure), caption, links))
+            shown.append(PageFigure(svg(figure), caption, png.name))
         sections.append(_section(group, name, table, shown))
     with_tables = list(zip(groups, tables, strict=True))
     texts |= {"clients.csv": clients_csv(groups), **overview_files(with_tables)}
@@ -151,11 +154,12 @@ def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[T
         if found is not None:
             texts[f"{name}.md"] = render(found, "markdown")
             sections.append(Section(head, name, "", found))
-    for file, content in texts.items():
+    runs = sum(len(group.births) for group in groups)
+    subtitle = f"{runs} runs on {len(groups)} federation{'s' if len(groups) != 1 else ''}"
+    index = render_page(title, subtitle, sections, _provenance(groups))
+    for file, content in {**texts, "index.html": index}.items():
         write_text(out / file, content)
-    page = Page(title, _subtitle(groups), sections, _provenance(groups))
-    index = write_page(out / "index.html", page)
-    return tables, [*(out / file for file in texts), *figures, index]
+    return tables, [*(out / file for file in texts), *drawn, out / "index.html"]
 
 
 def _overviews(with_tables: WithTables) -> Iterable[Section]:
@@ -174,7 +178,8 @@ def _figures(group: Group) -> Iterable[tuple[str, Any]]:
     alive = [r for r in group.results if r.at is not None]
     if alive:
         yield "client_accuracies", accuracy_figure(alive, primary)
-        if all(np.isfinite(r.trial.summary.last[primary][1]) for r in alive):  # several clients
+        spread = [r.trial.summary.last[r.reported(primary)][1] for r in alive]
+        if np.isfinite(spread).all():  # several clients
             yield "front", front_figure(group.trials, alive, primary)
         yield "curves", curves_figure(alive, primary)
         differences = fedavg_figure(alive)
@@ -196,7 +201,7 @@ def _section(group: Group, name: str, table: Table, figures: Sequence[PageFigure
     again = name.removeprefix(group_name(group)).strip("-")
     return Section(
         ", ".join(parts) + (f" ({again})" if again else ""),
-        name.replace(".", "_"),
+        name,
         table.title,
         table,
         figures,
@@ -205,11 +210,6 @@ def _section(group: Group, name: str, table: Table, figures: Sequence[PageFigure
             "Configuration of one run": tomli_w.dumps(group.settings),
         },
     )
-
-
-def _subtitle(groups: Sequence[Group]) -> str:
-    runs = sum(len(g.births) for g in groups)
-    return f"{runs} runs on {len(groups)} federation{'s' if len(groups) != 1 else ''}"
 
 
 def _provenance(groups: Sequence[Group]) -> dict[str, str]:
@@ -228,3 +228,79 @@ def _provenance(groups: Sequence[Group]) -> dict[str, str]:
         "seeds": values("seed"),
         "computing time of all runs": f"{seconds / 60:.1f} min",
     }
+
+
+# --- figures -------------------------------------------------------------------------------------
+def accuracy_figure(results: Sequence[Result], model: str = "global") -> Figure:
+    """Test accuracy from the worst to the best served client, a panel per method."""
+    found = {r.label: r.seed_accuracy(r.reported(model)) for r in results}
+    return figures.client_accuracies(
+        found, f"test accuracy on the client (%), {about(results, model)}"
+    )
+
+
+def front_figure(
+    trials: Sequence[Trial], results: Sequence[Result], model: str = "global"
+) -> Figure:
+    """Every configuration after its last round, and the chosen ones at the chosen round."""
+    alive = [trial for trial in trials if not trial.diverged]
+    by = {r.label: r.reported(model) for r in results}
+    points = [Point(t.label, *t.summary.last[by.get(t.label, model)]) for t in alive]
+    for result in results:
+        if result.at is not None:
+            found = result.trial.test(by[result.label], result.at)
+            mean = mean_and_standard_error(f.mean for f in found)
+            variance = mean_and_standard_error(f.variance_over_clients for f in found)
+            errors = mean.standard_error, variance.standard_error
+            points.append(Point(result.label, mean.value, variance.value, True, *errors))
+    return figures.front(points, noise_floor(results, model), about(results, model))
+
+
+def curves_figure(results: Sequence[Result], model: str = "global") -> Figure:
+    """Mean test accuracy over clients by round, with the range over seeds."""
+    rounds = results[0].trial.histories[0].evaluated.numpy()
+    mean, low, high = {}, {}, {}
+    for result in results:
+        by_seed = 100 * mean_and_variance(result.trial.accuracy(result.reported(model)))[0]
+        mean[result.label] = by_seed.mean(0)
+        low[result.label], high[result.label] = by_seed.min(0), by_seed.max(0)
+    label = f"mean test accuracy over clients (%),\n{about(results, model)}"
+    return figures.learning_curves(rounds, mean, low, high, label)
+
+
+def fedavg_figure(results: Sequence[Result]) -> Figure | None:
+    """Every method − FedAvg, late; None if there is nothing to draw."""
+    found = late_differences(results)
+    panels, units = {}, {}
+    for model in NAMES:
+        pairs = {label: pair for (label, seen), pair in found.items() if seen == model}
+        if not pairs:
+            continue
+        for metric, unit in (("accuracy", "points"), ("variance", "variance × 100")):
+            title = f"{NAMES[model]}, {metric}"
+            values = {label: getattr(pair, metric) for label, pair in pairs.items()}
+            panels[title] = {k: (100 * d.value, 100 * d.low, 100 * d.high)
+                             for k, d in values.items()}  # fmt: skip
+            units[title] = unit
+    return figures.differences(panels, units) if found else None
+
+
+def weights_figure(result: Result) -> Figure:
+    """The server's weights of the first seed, in the rounds whose weights were stored."""
+    history = result.trial.histories[0]
+    title = f"{result.label}, weights, seed {result.trial.seeds[0]}"
+    return figures.weights_over_rounds(history.weights.numpy(), title, history.observed.numpy() + 1)
+
+
+def partition_figure(name: str, counts: np.ndarray, passport: Mapping[str, Any]) -> Figure:
+    """Training samples of each class at each client, with the heterogeneity numbers."""
+    sizes = counts.sum(1)
+    numbers = {"training samples per client": f"{sizes.min()} to {sizes.max()}"}
+    for key, label, form in (
+        ("mean_total_variation", "total variation from pooled labels", "{:.2f}"),
+        ("effective_classes", "effective classes per client", "{:.1f}"),
+        ("majority_share", "share of the main class", "{:.0%}"),
+    ):
+        if key in passport:
+            numbers[label] = form.format(passport[key])
+    return figures.partition(counts, f"{name}, {len(counts)} clients", numbers)

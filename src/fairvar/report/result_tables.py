@@ -10,22 +10,38 @@ from typing import Any
 import numpy as np
 
 from fairvar.metrics import Fairness, variance_in_units
-from fairvar.report.compare import paired
-from fairvar.report.paper import Printed
-from fairvar.report.render import csv_rows, render, write_csv
-from fairvar.report.table import DIVERGED, UNDEFINED, Cell, Column, Estimate, Row, Table, over_seeds
-from fairvar.runs.results import Group
-from fairvar.runs.trials import Result
+from fairvar.report.compare import WHICH, paired
+from fairvar.report.paired import Paired
+from fairvar.report.table import (
+    DIVERGED,
+    UNDEFINED,
+    Cell,
+    Column,
+    Row,
+    Table,
+    csv_rows,
+    over_seeds,
+    render,
+    write_csv,
+)
+from fairvar.runs.trials import Group, Result
 
-WHICH = {
-    "global": "the global model",
-    "local": "the local models (each client's after its local work)",
-}
+
+def _key(primary: str, model: str) -> str:
+    """Columns of another model begin with its name; of the two that every run has, with "other"."""
+    return "other" if {primary, model} == {"global", "local"} else model
 
 
 def result_columns(primary: str, validation: bool = True) -> tuple[Column, ...]:
-    """Columns for the model that the protocol evaluates, then two for the other model."""
-    other = "local" if primary == "global" else "global"
+    """Columns for the model that the protocol evaluates, then two for each other model."""
+    others = []
+    for model in sorted(WHICH, key=lambda model: _key(primary, model) != "other"):
+        key, of = _key(primary, model), WHICH[model]
+        others += [
+            Column(f"{key}_accuracy", f"{model} acc. %", 2, f"test accuracy of {of}", "mean"),
+            Column(f"{key}_variance", f"{model} var.", 3, f"variance over clients for {of}",
+                   "variance_over_clients"),
+        ]  # fmt: skip
     return (
         Column("accuracy", "accuracy %", 2, f"mean over clients, test data, of {WHICH[primary]}",
                "mean"),
@@ -41,10 +57,7 @@ def result_columns(primary: str, validation: bool = True) -> tuple[Column, ...]:
                "corrected_variance_interval"),
         Column("worst", "worst 10 %", 2, "mean accuracy of the worst tenth of the clients",
                "worst_10_percent"),
-        Column("other_accuracy", f"{other} acc. %", 2, f"test accuracy of {WHICH[other]}",
-               "mean"),
-        Column("other_variance", f"{other} var.", 3, f"variance over clients for {WHICH[other]}",
-               "variance_over_clients"),
+        *others,
         Column("window_accuracy", "window acc. %", 2,
                "the accuracy averaged over the evaluated rounds around the chosen one, a quarter "
                "of the run: shows whether the chosen round was lucky", "mean"),
@@ -71,15 +84,15 @@ def result_table(
     title: str,
     notes: Sequence[str] = (),
     primary: str = "global",
-    paper: Mapping[str, Printed] | None = None,
+    paper: Mapping[str, Mapping[str, Cell]] | None = None,
     validation: bool = True,
 ) -> Table:
     """Mean ± standard error over seeds, marked where a method is clearly ahead of all others.
 
-    `validation`: whether there were validation data to choose by."""
-    paper = paper or {}
+    `paper`: what the paper prints, by label. `validation`: whether there were validation data to
+    choose by."""
     marks = _marks(results, primary)
-    rows = [_row(r, primary, paper.get(r.label), marks) for r in results]
+    rows = [_row(r, primary, (paper or {}).get(r.label, {}), marks) for r in results]
     used = {key for row in rows for key in row.cells}
     columns = [column for column in result_columns(primary, validation) if column.key in used]
     if any(cell == UNDEFINED for row in rows for cell in row.cells.values()):
@@ -87,30 +100,25 @@ def result_table(
     return Table(title, columns, rows, notes)
 
 
-def shorten(table: Table, keys: Sequence[str] = SHORT, explain: bool = True) -> Table:
+def shorten(table: Table, explain: bool) -> Table:
     """The columns that fit a terminal, with or without their definitions below."""
-    kept = [c if explain else replace(c, definition="") for c in table.columns if c.key in keys]
-    rows = [Row(r.label, {k: v for k, v in r.cells.items() if k in keys}) for r in table.rows]
+    kept = [c if explain else replace(c, definition="") for c in table.columns if c.key in SHORT]
+    rows = [Row(r.label, {k: v for k, v in r.cells.items() if k in SHORT}) for r in table.rows]
     return Table(table.title, kept, rows, table.notes)
 
 
-def _row(
-    result: Result, primary: str, printed: Printed | None, marks: Mapping[str, str | None]
-) -> Row:
-    cells: dict[str, Any] = {"tried": str(result.configurations)}
-    if printed is not None:
-        cells["paper_accuracy"] = Estimate(printed.accuracy, printed.accuracy_error)
-        cells["paper_variance"] = Estimate(printed.variance, printed.variance_error)
+def _row(result: Result, primary: str, paper: Mapping[str, Cell], marks: Mapping[str, str]) -> Row:
+    cells: dict[str, Any] = {"tried": str(result.configurations), **paper}
     if result.at is None:
         return Row(result.label, {**cells, "accuracy": DIVERGED, "chosen": "all diverged"})
-    main = result.trial.test(primary, result.at)
-    accuracy, variance = result.window(primary)
+    model = result.reported(primary)
+    main = result.trial.test(model, result.at)
+    accuracy, variance = result.window(model)
     ahead = {key for key, label in marks.items() if label == result.label}
-    other = "local" if primary == "global" else "global"
-    if other in result.trial.models:
-        others = result.trial.test(other, result.at)
-        cells["other_accuracy"] = over_seeds(100 * f.mean for f in others)
-        cells["other_variance"] = _x100(f.variance_over_clients for f in others)
+    for other in (m for m in result.trial.models if m != model):
+        key, others = _key(primary, other), result.trial.test(other, result.at)
+        cells[f"{key}_accuracy"] = over_seeds(100 * f.mean for f in others)
+        cells[f"{key}_variance"] = _x100(f.variance_over_clients for f in others)
     return Row(
         result.label,
         {
@@ -138,26 +146,34 @@ def _interval(seeds: Sequence[Fairness]) -> str:
     return f"{low:.3f} to {high:.3f}" if np.isfinite([low, high]).all() else UNDEFINED
 
 
-def _marks(results: Sequence[Result], primary: str) -> dict[str, str | None]:
+def _marks(results: Sequence[Result], primary: str) -> dict[str, str]:
     """Per column the method that is ahead of every other one by more than the paired interval."""
     alive = [result for result in results if result.at is not None]
-    found: dict[str, str | None] = {"accuracy": None, "variance": None, "corrected": None}
-    for result in alive:
-        pairs = [paired(result, other, primary, False) for other in alive if other is not result]
-        ahead = {  # no method is ahead of one that cannot be compared
-            "accuracy": [d is not None and d.accuracy.low > 0 for d in pairs],
-            "variance": [d is not None and d.variance.high < 0 for d in pairs],
-            "corrected": [d is not None and d.corrected_variance.high < 0 for d in pairs],
-        }
-        for key, won in ahead.items():
-            if won and all(won):
-                found[key] = result.label
+    found: dict[str, str] = {}
+    for result in alive if len(alive) > 1 else ():
+        ahead = {"accuracy", "variance", "corrected"}
+        for other in alive:
+            if (
+                ahead and other is not result
+            ):  # a comparison takes long where nothing is left to win
+                ahead &= _ahead(paired(result, other, primary, False))
+        found |= dict.fromkeys(ahead, result.label)
     return found
+
+
+def _ahead(d: Paired | None) -> set[str]:
+    """The columns in which the first of two is clearly better; none if they cannot be compared."""
+    if d is None:
+        return set()
+    won = {"accuracy": d.accuracy.low > 0, "variance": d.variance.high < 0,
+           "corrected": d.corrected_variance.high < 0}  # fmt: skip
+    return {key for key, better in won.items() if better}
 
 
 def noise_floor(results: Sequence[Result], model: str = "global") -> float:
     """Mean noise floor of the variance over the chosen configurations, fraction²."""
-    floors = [f.noise_floor for r in results if r.at is not None for f in r.trial.test(model, r.at)]
+    floors = [f.noise_floor for r in results if r.at is not None
+              for f in r.trial.test(r.reported(model), r.at)]  # fmt: skip
     return float(np.mean(floors)) if floors else float("nan")
 
 
@@ -235,16 +251,18 @@ def _alpha(group: Group) -> str:
 
 
 # --- single clients ------------------------------------------------------------------------------
-HEAD = ("dataset", "protocol", "alpha", "method", "chosen", "seed", "client", "test_samples",
-        "right_global", "right_local")  # fmt: skip
+HEAD = ("dataset", "protocol", "alpha", "method", "chosen", "seed", "client", "test_samples")
 
 
 def clients_csv(groups: Sequence[Group]) -> str:
     """Every client's test accuracy at the chosen round as an exact count of right answers."""
-    return write_csv(chain([HEAD], *(_rows(group) for group in groups)))
+    known = {model for group in groups for r in group.results for model in r.trial.models}
+    models = ["global", "local", *["personal"] * ("personal" in known)]
+    head = (*HEAD, *(f"right_{model}" for model in models))
+    return write_csv(chain([head], *(_rows(group, models) for group in groups)))
 
 
-def _rows(group: Group) -> Iterator[tuple[object, ...]]:
+def _rows(group: Group, models: Sequence[str]) -> Iterator[tuple[object, ...]]:
     for result in group.results:
         if result.at is None:
             continue
@@ -255,7 +273,7 @@ def _rows(group: Group) -> Iterator[tuple[object, ...]]:
             tables = [
                 history.accuracy["test", model][result.at].numpy()
                 if ("test", model) in history.accuracy else nothing
-                for model in ("global", "local")
+                for model in models
             ]  # fmt: skip
             for client, count in enumerate(samples.tolist()):
                 right = (_count(table[client], count) for table in tables)

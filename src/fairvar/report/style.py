@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+from fairvar import metrics
 from fairvar.errors import BadInput
-from fairvar.metrics import inputs
-from fairvar.metrics.inputs import Floats as Floats
+from fairvar.metrics import Floats as Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
@@ -30,16 +30,38 @@ P = ParamSpec("P")
 
 BASELINE = "FedAvg"
 GREY, DARK = "#7f7f7f", "#333333"
-# Okabe and Ito's colours, distinct with all common kinds of colour blindness, and a marker each.
-FAMILIES = {
-    BASELINE: (GREY, "o"),
-    "AFL": ("#009E73", "^"),
-    "q-FFL": ("#56B4E9", "s"),
-    "AAggFF": ("#CC79A7", "v"),
-    "FairLoss": ("#0072B2", "D"),
-    "FairGrad": ("#D55E00", "p"),
+MANY = 8  # more methods than these need larger figures
+Dashes = str | tuple[int, tuple[float, ...]]
+EXACT: Dashes = (0, (4, 1.2))  # variants with a star
+DOTTED: Dashes = (0, (1, 1.1))
+DASH_DOT: Dashes = (0, (6, 1.5, 1, 1.5))
+OWN: Dashes = (0, (5, 1, 1, 1, 1, 1))
+# The style of a method is fixed by its name, so that it is the same in every figure. The first six
+# have Okabe and Ito's colours, distinct with all common kinds of colour blindness, and solid lines.
+# The others differ from these in line style too, and from each other in colour by as much as the
+# nearest two of the first (26 in CIE 1976 L*a*b*).
+FAMILIES: dict[str, tuple[str, str, Dashes]] = {
+    BASELINE: (GREY, "o", "-"),
+    "AFL": ("#009E73", "^", "-"),
+    "q-FFL": ("#56B4E9", "s", "-"),
+    "AAggFF": ("#CC79A7", "v", "-"),
+    "FairLoss": ("#0072B2", "D", "-"),
+    "FairGrad": ("#D55E00", "p", "-"),
+    "TERM": ("#E69F00", "X", DASH_DOT),
+    "PropFair": ("#6A3D9A", "h", DOTTED),
+    "Superquantile": ("#A9744F", "d", DASH_DOT),
+    "GIFAIR": ("#B8A800", "*", DOTTED),
+    "Semi-VRed": ("#E7298A", "P", DASH_DOT),
+    "FedMGDA+": ("#66A61E", "<", DOTTED),
+    "FedFV": ("#00B8C4", ">", DASH_DOT),
+    "AdaFed": ("#8C0D26", "H", DOTTED),
+    "Ditto": ("#111111", "8", DASH_DOT),
+    "FedEBA+": ("#F7908A", "o", DOTTED),
+    "FedProx": ("#9A8CE0", "s", DASH_DOT),
 }
-OTHERS = (("#E69F00", "X"), ("#B8A800", "*"), ("#6A3D9A", "h"), ("#7A5230", "d"))
+# Methods of users have a line style of their own; colour and marker follow from the name.
+OWN_COLOURS = ("#5F7A8A", "#A05195", "#2F6B3A", "#B5651D", "#C2185B", "#3F51B5")
+OWN_MARKERS = ("X", "*", "h", "d", "P", "<", ">")
 STYLE = {
     "font.size": 8,
     "axes.titlesize": 8.5,
@@ -65,17 +87,18 @@ class LineStyle:
 
     colour: str
     marker: str
-    dashes: str | tuple[int, tuple[float, ...]]
+    dashes: Dashes
 
 
 def style_of(label: str) -> LineStyle:
     """By the first word of the label. "FairLoss*" is FairLoss, darker and dashed."""
     word = re.split(r"[\s(]", label.strip())[0]
     family = word.rstrip("*")
-    colour, marker = FAMILIES.get(family) or OTHERS[zlib.crc32(family.encode()) % len(OTHERS)]
-    if not word.endswith("*"):
-        return LineStyle(colour, marker, "-")
-    return LineStyle(_darker(colour, 0.55), marker, (0, (4, 1.2)))
+    number = zlib.crc32(family.encode())
+    own = OWN_COLOURS[number % len(OWN_COLOURS)], OWN_MARKERS[number % len(OWN_MARKERS)], OWN
+    colour, marker, dashes = FAMILIES.get(family, own)
+    exact = word.endswith("*")
+    return LineStyle(_darker(colour, 0.55) if exact else colour, marker, EXACT if exact else dashes)
 
 
 def _darker(colour: str, part: float) -> str:
@@ -135,16 +158,17 @@ def save(figure: Figure, folder: Path | str, stem: str) -> list[Path]:
         for kind, keys in nothing.items():
             paths.append(folder / f"{stem}.{kind}")
             figure.savefig(paths[-1], dpi=150, metadata=dict.fromkeys(keys))
-    _to_palette(paths[0])
+    lines = {line.get_color() for axes in figure.axes for line in axes.lines}
+    _to_palette(paths[0], 128 if len(lines) <= MANY + 2 else 256)
     return paths
 
 
-def _to_palette(png: Path) -> None:
-    """Uses a palette of 128 colours: figures have few, and the file is a third as large."""
+def _to_palette(png: Path, colours: int) -> None:
+    """Uses a palette: figures have few colours, and the file is a third as large."""
     from PIL import Image  # matplotlib needs it as well
 
     with Image.open(png) as picture:
-        plain = picture.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+        plain = picture.convert("RGB").quantize(colours, dither=Image.Dither.NONE)
     plain.save(png, optimize=True)
 
 
@@ -154,22 +178,27 @@ _NOT_DRAWN = re.compile(
     r"<\?xml.*?\?>|<!DOCTYPE.*?>|<!--.*?-->|<metadata>.*?</metadata>", re.DOTALL
 )
 
+_HASHED = re.compile(r"\b[pm][0-9a-f]{10}\b")  # ids of clip paths and markers
+
 
 def svg(figure: Figure) -> str:
     """The figure as SVG text with letters as outlines, so that no font is needed to show it.
 
-    Without dates and with a fixed salt for the ids, so that equal figures are equal texts.
+    Without dates and with ids by number, so that equal figures are equal texts: matplotlib names
+    clip paths by a hash of their places, whose last bits depend on the processor.
     """
     out = io.StringIO()
     with _style():
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(out, format="svg", metadata=nothing)
     drawn = re.sub(r"\s*\n\s*", " ", _NOT_DRAWN.sub("", out.getvalue())).strip()
-    return _PLACES.sub(lambda places: _MORE_DIGITS.sub(r"\1", places[0]), drawn)
+    drawn = _PLACES.sub(lambda places: _MORE_DIGITS.sub(r"\1", places[0]), drawn)
+    numbers = {name: f"id{n}" for n, name in enumerate(dict.fromkeys(_HASHED.findall(drawn)))}
+    return _HASHED.sub(lambda name: numbers[name[0]], drawn)
 
 
 def as_array(values: Any, name: str, ndim: int) -> Floats:
-    array = inputs.as_array(values, name)
+    array = metrics.as_array(values, name)
     if array.ndim != ndim or array.size == 0:
         raise BadInput(f"{name} has shape {array.shape}: give {ndim} axes, none of them empty")
     return array

@@ -13,82 +13,81 @@ from __future__ import annotations
 
 import hashlib
 import io
-import lzma
 import os
 import re
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache, cached_property
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
+from msgspec import Meta, to_builtins
+from msgspec.structs import replace
+from safetensors.numpy import save
 
+from fairvar.data.readers import tar_files
 from fairvar.errors import IntegrityError, RunFailed
-from fairvar.runs.config import Config
-from fairvar.runs.identity import RECORD, Identity, recorded_identity
-from fairvar.runs.records import ArchiveList, EntryName, Model, SummaryManifest, agree, check
+from fairvar.files import MOST_ARCHIVE, digest, open_regular, write_bytes
+from fairvar.runs import store
+from fairvar.runs.identity import RECORD, fingerprint
 from fairvar.runs.select import Curve
-from fairvar.runs.serialize import load_tensors
-from fairvar.runs.store import (
-    inside,
-    is_complete,
-    read_manifest,
-    read_record,
-    read_sealed,
-    seal,
-)
-from fairvar.runs.stored import check_same_data, stored_config
-from fairvar.runs.trials import Summary
-from fairvar.system.files import MOST_ARCHIVE, digest, open_regular, write_bytes
+from fairvar.runs.serialize import condensed_history, load_tensors
+from fairvar.runs.store import Number, Record, Sha256
+from fairvar.runs.stored import Manifest, Provenance, Stored, StoredRun
+from fairvar.runs.trials import Group, Summary, Trial
 
 ARCHIVE, LIST = "runs.tar.xz", "runs.json"
 SUMMARIES = "summaries"
 # An archive may come from elsewhere: it must fill neither the disk nor the memory.
-NAME = re.compile(get_args(EntryName)[1].pattern)
+NAME = r"\A(?a:(\w[\w.-]*/){1,2}\w[\w.-]*)\Z"
 MOST_BYTES = 2_000_000_000  # unpacked
 MOST_FILES = 100_000
 MOST_FILE_BYTES = 64 << 20
 MOST_RATIO = 200  # of unpacked to packed bytes, above `ANY_RATIO` bytes
 ANY_RATIO = 64 << 20
-XZ_MEMORY = 128 << 20
-PIECE = 1 << 20
+Model = Literal["global", "local", "personal"]
 
 
-@dataclass(frozen=True)
-class Condensed:
-    """A configuration of which only the summary was kept."""
+class SummaryManifest(Manifest, frozen=True, kw_only=True):
+    """Of a configuration of which only validation curves were kept."""
 
-    folder: Path
-    config: Config  # with one of its seeds
-    manifest: Mapping[str, Any]
+    diverged: bool
+    last: dict[Model, tuple[float, float]]
+    births: Annotated[list[Provenance], Meta(min_length=1)]
+
+    def __post_init__(self) -> None:
+        seeds = [birth.seed for birth in self.births]
+        if len(set(seeds)) < len(seeds):
+            raise ValueError("two of its runs have the same seed")
+
+
+class Condensed(Stored):
+    """A configuration of which only the summary was kept; `config` has one of its seeds."""
+
+    kind = SummaryManifest
 
     @staticmethod
-    def all_in(folder: Path) -> Iterator[Condensed]:
-        for path in sorted((folder / SUMMARIES).glob("*")):
-            if is_complete(path):
-                manifest = read_manifest(path, SummaryManifest) or {}
-                text = read_sealed(path, manifest, "config.toml")
-                config = stored_config(path / "config.toml", text)
-                agree(
-                    f"the summary in {path}",
-                    name=(path.name, _summary_name(manifest, config, text)),
-                    method=(manifest["method"], config.method.label),
-                    seed=(manifest["births"][0]["seed"], config.train.seed),
-                )
-                check_same_data(path, check(manifest, SummaryManifest).passport, config)
-                yield Condensed(path, config, manifest)
+    def all_in(folder: Path) -> list[Condensed]:
+        found = sorted((folder / SUMMARIES).glob("*"))
+        return [Condensed.open(path) for path in found if store.is_complete(path)]
 
-    @cached_property
-    def identity(self) -> Identity:
-        return recorded_identity(self.manifest, self.config)
+    def check_manifest(self, manifest: SummaryManifest) -> None:
+        name = self.identity.name
+        if RECORD not in self.manifest:  # earlier versions used the checksum of the configuration
+            name = manifest.sha256["config.toml"][:16]
+        store.agree(
+            f"the summary in {self.folder}",
+            name=(self.folder.name, name),
+            method=(manifest.method, self.config.method.label),
+            seed=(manifest.births[0].seed, self.config.train.seed),
+        )
 
     def summary(self) -> Summary:
         facts, where = self.manifest, self.folder / "curves.safetensors"
         try:
-            content = read_sealed(self.folder, facts, where.name)
+            content = store.read_sealed(self.folder, facts, where.name)
             curves = {name: leaf.numpy() for name, leaf in load_tensors(content).items()}
             rounds = _checked_curves(curves, self.config.train.rounds)
             models = sorted({name.split("/")[0] for name in curves} - {"rounds"})
@@ -120,19 +119,91 @@ def _checked_curves(curves: Mapping[str, np.ndarray], most: int) -> list[int]:
     return [int(t) for t in rounds]
 
 
-def write_list(folder: Path, sha256: str, size: int, files: Mapping[str, str]) -> Path:
-    """The sealed list of an archive's contents."""
-    path = folder / LIST
-    facts = {"archive_sha256": sha256, "archive_bytes": size, "count": len(files)}
-    write_bytes(path, seal({**facts, "files": dict(files)}))
+class ArchiveList(Record, frozen=True, kw_only=True):
+    """runs.json: what runs.tar.xz is and holds."""
+
+    archive_sha256: Sha256
+    archive_bytes: Number
+    count: Number
+    files: dict[Annotated[str, Meta(max_length=99, pattern=NAME)], Sha256]
+
+    def __post_init__(self) -> None:
+        if self.count != len(self.files):
+            raise ValueError(f"it counts {self.count} files and lists {len(self.files)}")
+
+    @staticmethod
+    def of(sha256: str, size: int, files: dict[str, str]) -> ArchiveList:
+        return ArchiveList(archive_sha256=sha256, archive_bytes=size, count=len(files), files=files)
+
+
+# -- writing ---------------------------------------------------------------------------------------
+def condense(groups: Sequence[Group], out: Path, everything: bool = False) -> Path:
+    """Write `out/runs.tar.xz` and its list. `everything` keeps the histories of all runs, also of
+    configurations that were not chosen."""
+    files: dict[str, bytes] = {}
+    for group in groups:
+        chosen = {id(result.trial) for result in group.results}
+        for trial in group.trials:
+            runs = [run for run in trial.source if isinstance(run, StoredRun)]
+            if runs and (everything or id(trial) in chosen):
+                for run in runs:
+                    files |= _within(run.identity.name, _run_files(run))
+            else:
+                files |= _summary_files(group, trial)
+        if group.federation is not None:
+            name = f"federations/{group.federation['sha256'][:16]}.json"
+            facts = {k: v for k, v in group.federation.items() if k != "seal"}
+            files[name] = store.seal(facts)
+    path, content = out / ARCHIVE, pack(files)
+    write_bytes(path, content)
+    sha256 = hashlib.sha256(content).hexdigest()
+    write_list(out, ArchiveList.of(sha256, len(content), store.checksums(files)))
     return path
 
 
-def _summary_name(manifest: Mapping[str, Any], config: Config, text: bytes) -> str:
-    """The name of its folder. Earlier versions used the checksum of the configuration."""
-    if RECORD not in manifest:
-        return hashlib.sha256(text).hexdigest()[:16]
-    return recorded_identity(manifest, config).name
+def _within(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    return {f"{folder}/{name}": content for name, content in files.items()}
+
+
+def _run_files(run: StoredRun) -> dict[str, bytes]:
+    read = {name: store.read_sealed(run.folder, run.manifest, name)
+            for name in ("config.toml", "history.safetensors")}  # fmt: skip
+    if run.manifest.get("condensed"):
+        return {**read, "manifest.json": store.seal(run.manifest)}
+    facts = {k: v for k, v in run.manifest.items() if k not in ("sha256", "seal")}
+    read["history.safetensors"] = condensed_history(read["history.safetensors"])
+    return store.with_manifest(read, {**facts, "condensed": True})
+
+
+def _summary_files(group: Group, trial: Trial) -> dict[str, bytes]:
+    summary = trial.summary
+    seed = int(summary.births[0]["seed"])
+    config = replace(
+        group.config, method=trial.method, train=replace(group.config.train, lr=trial.lr, seed=seed)
+    )
+    tensors = {"rounds": np.array(summary.rounds, dtype=np.int64)}
+    for model, curve in summary.valid.items():
+        tensors |= {f"{model}/mean": curve.mean, f"{model}/variance": curve.variance}
+    assert trial.identity is not None  # `gather` sets it
+    identity = replace(trial.identity, settings=fingerprint(config))
+    facts = {
+        "method": trial.method.label,
+        RECORD: to_builtins(identity),
+        "passport": dict(group.passport),
+        "diverged": summary.diverged,
+        "last": {model: list(two) for model, two in summary.last.items()},
+        "births": [dict(birth) for birth in summary.births],
+    }
+    if group.deployed is not None:
+        facts["deployed"] = to_builtins(group.deployed)
+    files = {"config.toml": config.to_toml().encode(), "curves.safetensors": save(tensors)}
+    return _within(f"{SUMMARIES}/{identity.name}", store.with_manifest(files, facts))
+
+
+def write_list(folder: Path, contents: ArchiveList) -> Path:
+    path = folder / LIST
+    write_bytes(path, store.seal(to_builtins(contents)))
+    return path
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
@@ -147,6 +218,7 @@ def pack(files: Mapping[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
+# -- reading ---------------------------------------------------------------------------------------
 def unpacked(folder: Path) -> Path:
     """The folder itself or, if it has an archive, a temporary folder with the archive's contents,
     which is deleted when this process ends."""
@@ -159,7 +231,7 @@ def unpacked(folder: Path) -> Path:
 
 @cache  # opened runs refer to the temporary folder
 def _unpack(folder: Path, stamps: tuple[int, ...]) -> tempfile.TemporaryDirectory[str]:
-    facts = read_record(folder / LIST, ArchiveList, f"get {ARCHIVE} and {LIST} again")
+    facts = store.read_record(folder / LIST, ArchiveList, f"get {ARCHIVE} and {LIST} again")
     if facts is None:
         raise IntegrityError(
             f"{folder / ARCHIVE} has no list of its contents ({LIST}); get both files again, or, "
@@ -167,37 +239,43 @@ def _unpack(folder: Path, stamps: tuple[int, ...]) -> tempfile.TemporaryDirector
         )
     place = tempfile.TemporaryDirectory(prefix="fairvar-")
     try:
-        listed = (facts["archive_sha256"], facts["archive_bytes"], facts["files"])
-        extract(folder / ARCHIVE, Path(place.name), listed)
+        extract(folder / ARCHIVE, Path(place.name), store.check(facts, ArchiveList))
     except BaseException:
         place.cleanup()
         raise
     return place
 
 
-Contents = tuple[str, int, dict[str, str]]  # SHA-256 and bytes of an archive, SHA-256 by file
-
-
-def extract(archive: Path, place: Path, listed: Contents | None = None) -> Contents:
+def extract(archive: Path, place: Path, listed: ArchiveList | None = None) -> ArchiveList:
     """Unpack an archive to its end and return its contents, which must be equal to `listed`."""
-    sums: dict[str, str] = {}
     try:
         with open_regular(archive, MOST_ARCHIVE) as file:
             sha256, size = digest(file), os.fstat(file.fileno()).st_size
-            if listed is not None and (sha256, size) != listed[:2]:
-                raise ValueError(f"it is not the archive that {LIST} lists")
-            for name, content in _entries(_Inflated(file, size)):
-                if name in sums:
-                    raise ValueError(f"it holds {name} twice")
-                sums[name] = hashlib.sha256(content).hexdigest()
-                _store(inside(place, name, depth=3), content)
-        if listed is not None and sums != listed[2]:
-            odd = sorted(sums.items() ^ listed[2].items())[0][0]
+        if listed and (sha256, size) != (listed.archive_sha256, listed.archive_bytes):
+            raise ValueError(f"it is not the archive that {LIST} lists")
+        sums: dict[str, str] = {}
+        most = min(MOST_BYTES, max(ANY_RATIO, MOST_RATIO * size))
+        for name, content in tar_files(archive, most, MOST_FILE_BYTES, _check_entry):
+            if name in sums:
+                raise ValueError(f"it holds {name} twice")
+            if len(sums) == MOST_FILES:
+                raise ValueError(f"{name} is one of too many files; refused")
+            sums[name] = hashlib.sha256(content).hexdigest()
+            _store(store.inside(place, name, depth=3), content)
+        if listed and sums != listed.files:
+            odd = sorted(sums.items() ^ listed.files.items())[0][0]
             raise ValueError(f"{odd} is not as {LIST} lists it")
-    except (tarfile.TarError, lzma.LZMAError, OSError, ValueError) as error:
+    except (IntegrityError, OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise IntegrityError(f"{archive} cannot be unpacked: {reason}") from None
-    return sha256, size, sums
+    return ArchiveList.of(sha256, size, sums)
+
+
+def _check_entry(entry: tarfile.TarInfo) -> bool:
+    """Refuses what `pack` does not write: only plain files with plain names."""
+    if entry.type != tarfile.REGTYPE or not re.match(NAME, entry.name):
+        raise ValueError(f"it holds {entry.name[:80]!r}, which is no plain file; refused")
+    return True
 
 
 def _store(path: Path, content: bytes) -> None:
@@ -206,50 +284,3 @@ def _store(path: Path, content: bytes) -> None:
         path.write_bytes(content)
     except OSError as error:
         raise RunFailed(f"cannot unpack into {path.parent}: {error.strerror or error}") from None
-
-
-class _Inflated:
-    """Decompresses an .xz file of one stream, with limits on size and memory."""
-
-    def __init__(self, file: io.BufferedReader, size: int) -> None:
-        self.file, self.buffer, self.total = file, bytearray(), 0
-        self.most = min(MOST_BYTES, max(ANY_RATIO, MOST_RATIO * size))
-        self.machine = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=XZ_MEMORY)
-
-    def take(self, size: int) -> bytes:
-        """The next bytes; fewer only at the end, after the checksum was verified."""
-        while len(self.buffer) < size and not self.machine.eof:
-            data = self.file.read(PIECE) if self.machine.needs_input else b""
-            if self.machine.needs_input and not data:
-                raise ValueError("it is cut off")
-            piece = self.machine.decompress(data, PIECE)
-            self.total += len(piece)
-            if self.total > self.most:
-                raise ValueError(f"it holds more than {self.most:,} bytes; refused")
-            self.buffer += piece
-        if self.machine.eof and (self.machine.unused_data or self.file.peek(1)):
-            raise ValueError("something follows its end; refused")
-        taken = bytes(self.buffer[:size])
-        del self.buffer[:size]
-        return taken
-
-
-def _entries(stream: _Inflated) -> Iterator[tuple[str, bytes]]:
-    """Name and content of every file of a tar: plain files with plain names and short headers, as
-    `pack` writes them, then zeros up to the end."""
-    count, end = 0, bytes(tarfile.BLOCKSIZE)
-    while (block := stream.take(tarfile.BLOCKSIZE)) != end:
-        entry = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
-        count += 1
-        if entry.type != tarfile.REGTYPE or not NAME.fullmatch(entry.name):
-            raise ValueError(f"it holds {entry.name[:80]!r}, which is no plain file; refused")
-        if not 0 <= entry.size <= MOST_FILE_BYTES or count > MOST_FILES:
-            raise ValueError(f"{entry.name} is too large, or one of too many files; refused")
-        content = stream.take(entry.size)
-        padding = stream.take(-entry.size % tarfile.BLOCKSIZE)
-        if len(content) < entry.size or padding.strip(b"\0"):
-            raise ValueError(f"{entry.name} is cut off or followed by garbage")
-        yield entry.name, content
-    while rest := stream.take(PIECE):
-        if rest.strip(b"\0"):
-            raise ValueError("something follows the end of its tar; refused")

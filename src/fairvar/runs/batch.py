@@ -6,9 +6,9 @@ runs train together, so the bytes of a sweep do not depend on them. The last bit
 the other runs of its batch. Its manifest lists them, so that a deleted run can be computed again in
 the same batch.
 
-A batch of several runs has a folder, `.groups/HASH`, while it is computed: checkpoints of all its
-runs at one round and, when they are trained, the file `finished`, from which the runs are stored
-one by one. A restarted worker resumes storing from this file.
+A batch of several runs has a folder, `.groups/HASH`, while it is computed, with checkpoints of all
+its runs at one round. The last checkpoint is that of the last round: a worker that is killed while
+it stores the runs one by one has nothing to train again.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from fairvar.runs.runner import (
     Watch,
     compute,
     federation_of,
-    holds_run,
     missing,
     model_of,
     record_federation,
     run_files,
     run_folder,
 )
+from fairvar.runs.stored import read_manifest
 
 Group = tuple[Config, ...]
 MOST_TOGETHER = 100  # a compromise: a group is the work of one process, and a plan may have few
-GROUPS, FINISHED = ".groups", "finished"
+GROUPS = ".groups"
 
 
 def arrange(cells: Sequence[Config], batch: bool = True) -> list[Group]:
@@ -87,7 +87,7 @@ def run_cell(config: Config, out: Path, watch: Watch) -> dict[str, Any] | None:
     folder = run_folder(config, out)
     if not store.is_complete(folder) and not run_group((config,), out, watch):
         return None
-    manifest = store.read_manifest(folder)
+    manifest = read_manifest(folder)
     if manifest is not None and recorded_identity(manifest, config) != identity_of(config):
         raise IntegrityError(f"{folder} holds another run than its name says; delete it")
     return manifest
@@ -130,7 +130,7 @@ def parts_to_do(group: Group, out: Path) -> list[Group]:
     todo = {_name(cell): cell for cell in missing(group, out)}
     if not todo or len(group) == 1:
         return [group] if todo else []
-    if any(files.keys() >= todo.keys() for files in _left(_home(group, out))):
+    if any(files.keys() >= todo.keys() for files in store.read_checkpoints(home_of(group, out))):
         return [group]
     known, found = {_name(cell): cell for cell in group}, list[Group]()
     for name in [name for name in known if name not in todo]:
@@ -149,34 +149,22 @@ def parts_to_do(group: Group, out: Path) -> list[Group]:
 
 def _trained_with(folder: Path) -> list[str]:
     """The names of the runs that a stored run trained with, itself among them."""
-    listed = (store.read_manifest(folder) or {}).get("group", [])
+    listed = (read_manifest(folder) or {}).get("group", [])
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     return list(dict.fromkeys(names))
 
 
-def _left(home: Path) -> list[dict[str, bytes]]:
-    """What an earlier attempt left in a group's folder, by name of run."""
-    found = [*store.read_checkpoints(home), store.read_hashed(home / FINISHED) or b""]
-    return list(map(store.unpack_files, found))
-
-
 def _finish(part: Group, out: Path, watch: Watch) -> None:
-    """Train these runs, or find what an earlier attempt left of them, and store the missing ones.
-    (Stored ones must train again with the others: the last bits may depend on the batch.)"""
-    todo, home, names = missing(part, out), _home(part, out), [_name(cell) for cell in part]
-    several = len(part) > 1
-    files = _finished(home) if several else {}
-    if not all(holds_run(files.get(_name(cell), {}), identity_of(cell)) for cell in todo):
-        histories = compute(part, home, watch)
-        group = names if several else ()
-        made = (run_files(c, h, group=group) for c, h in zip(part, histories, strict=True))
-        files = dict(zip(names, made, strict=True))
-        if several:
-            packed = {name: store.pack_files(of_run) for name, of_run in files.items()}
-            store.write_hashed(home / FINISHED, store.pack_files(packed))
-    record_federation(out, federation_of(todo[0]))
-    for cell in todo:
-        store.store_run(run_folder(cell, out), files[_name(cell)])
+    """Train these runs, or continue where an earlier attempt was interrupted, and store the missing
+    ones. (Stored ones train again with the others: the last bits may depend on the batch.)"""
+    home, several = home_of(part, out), len(part) > 1
+    histories = compute(part, home, watch)
+    record_federation(out, federation_of(part[0]))
+    group = list(map(_name, part)) if several else []
+    for cell, history in zip(part, histories, strict=True):
+        folder = run_folder(cell, out)
+        if not store.is_complete(folder):
+            store.store_run(folder, run_files(cell, history, group=group))
     if several:
         _drop(home)
 
@@ -186,7 +174,7 @@ def tidy(out: Path) -> None:
     moment, or because the plan has changed."""
     homes = [] if (out / GROUPS).is_symlink() else sorted((out / GROUPS).glob("*"))
     for home in homes:
-        names = {name for files in _left(home) for name in files}
+        names = {name for files in store.read_checkpoints(home) for name in files}
         if names and all(_is_stored(out, name) for name in names) and not home.is_symlink():
             _drop(home)
 
@@ -198,7 +186,7 @@ def _is_stored(out: Path, name: str) -> bool:
         return False
 
 
-def _home(group: Group, out: Path) -> Path:
+def home_of(group: Group, out: Path) -> Path:
     """Where the checkpoints of a group are: for a single run, its own folder."""
     if len(group) == 1:
         return store.no_link(run_folder(group[0], out))
@@ -211,14 +199,9 @@ def _name(cell: Config) -> str:
     return identity_of(cell).name
 
 
-def _finished(home: Path) -> dict[str, dict[str, bytes]]:
-    packed = store.unpack_files(store.read_hashed(home / FINISHED) or b"")
-    return {name: store.unpack_files(content) for name, content in packed.items()}
-
-
 def _drop(home: Path) -> None:
     """Delete the folder of a group, and `.groups` with the last one."""
-    for path in sorted(home.glob("*")):  # `finished`, which names the runs, last
+    for path in home.glob("*"):
         with suppress(OSError):
             path.unlink()
     for empty in (home, home.parent):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache, reduce
 from operator import or_
 from pathlib import Path
@@ -19,15 +19,18 @@ import tomli_w
 
 from fairvar.data import DATASET_NAMES, Dirichlet, Partition
 from fairvar.engine.losses import LOSSES
-from fairvar.engine.settings import EvaluateSettings, TrainSettings
+from fairvar.engine.optimiser import ServerOptimiser
+from fairvar.engine.settings import EvaluateSettings, LrSchedule, TrainSettings
 from fairvar.errors import BadInput, plain, shown, suggestion, unknown
+from fairvar.files import MOST_TEXT, read_bytes
 from fairvar.methods import METHODS, FedAvg
 from fairvar.models import MODELS
 from fairvar.runs.select import Criterion
-from fairvar.system.files import MOST_TEXT, read_bytes
 from fairvar.validation import Checked, Count, Fraction, Share, check_component, reason
 
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+PARTITIONS: dict[str, Any] = {str(k.__struct_config__.tag): k for k in get_args(Partition)}
+INNER: dict[str, Any] = {"schedule": LrSchedule, "server": ServerOptimiser}  # within [train]
 MOST_DOTS, MOST_LEVELS = 1000, 20  # in a line of TOML; of sections within sections
 EXAMPLE = "`fairvar example > quick.toml` writes one to start from"
 
@@ -210,30 +213,28 @@ def _value(text: str) -> Any:
 
 def _check_keys(values: Mapping[str, Any]) -> None:
     """Refuse unknown keys of all sections."""
-    sections = _fields(Config)
-    refuse_unknown(values, sections, "")
-    for name in ("method", "partition"):
-        _check_tagged(values, name)
-    for name in ("data", "model", "train", "evaluate", "select"):
-        section = values.get(name, {})
+    refuse_unknown(values, Config.__struct_fields__, "")
+    for name, section in values.items():
+        if name not in ("name", "protocol"):
+            refuse_unknown(section, _known_keys(name, section), name)
+    for name, kind in INNER.items():
+        section = values.get("train", {}).get(name)
+        if isinstance(section, Mapping):
+            refuse_unknown(section, _fields(kind), f"train.{name}")
+
+
+def _known_keys(name: str, section: Any) -> dict[str, Any]:
+    """Of a section; the `name` of a method or partition decides which keys it has."""
+    kinds: dict[str, Any] | None = {"method": METHODS, "partition": PARTITIONS}.get(name)
+    if kinds is None:
         if not isinstance(section, Mapping):
             raise BadInput(f"{name} = {shown(section)} must be a section: write [{name}]")
-        refuse_unknown(section, _fields(sections[name]), name)
-
-
-def _check_tagged(values: Mapping[str, Any], name: str) -> None:
-    """Refuse unknown keys of sections whose `name` decides which keys they have."""
-    if name not in values:
-        return
-    kinds: dict[str, Any] = dict(METHODS)
-    if name == "partition":
-        kinds = {str(k.__struct_config__.tag): k for k in get_args(Partition)}
-    section = values[name]
+        return _fields(_fields(Config)[name])
     if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
         raise BadInput(f'{name} needs a name, such as [{name}] name = "{next(iter(kinds))}"')
     if section["name"] not in kinds:
         raise unknown(f"{name}.name", section["name"], kinds)
-    refuse_unknown(section, {"name": str} | _fields(kinds[section["name"]]), name)
+    return {"name": str} | _fields(kinds[section["name"]])
 
 
 @lru_cache(maxsize=200)
@@ -242,7 +243,7 @@ def _fields(kind: Any) -> dict[str, Any]:
     return {f.name: f.type for f in msgspec.structs.fields(kind)}
 
 
-def refuse_unknown(section: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:
+def refuse_unknown(section: Mapping[str, Any], known: Collection[str], where: str) -> None:
     for key in section:
         if key not in known:
             dotted = f"{where}.{key}" if where else key
@@ -251,9 +252,11 @@ def refuse_unknown(section: Mapping[str, Any], known: Mapping[str, Any], where: 
 
 
 def _elsewhere(key: str, where: str) -> str:
-    """A hint at the sections that have the key."""
+    """A hint at the sections that have the key, not at sections within others that have it."""
     method = "sweep.method.NAME" if where == "sweep" else "method"
-    places = dict.fromkeys(f"{n}.{key}" for n, kind in _structs(method) if key in _fields(kind))
+    found = [f"{n}.{key}" for n, kind in _structs(method) if key in _fields(kind)]
+    inner = [n for n in found if any(n.startswith(o.removesuffix(key)) and n != o for o in found)]
+    places = dict.fromkeys(n for n in found if n not in inner)
     if where == "sweep" and key in ("q", "lambda", "gamma"):
         places = {"sweep.strength": None}
     return f"did you mean {' or '.join(places)}? " if places else ""
@@ -262,7 +265,8 @@ def _elsewhere(key: str, where: str) -> str:
 def _structs(method: str = "method") -> list[tuple[str, Any]]:
     """Name and struct of all sections, methods and partitions."""
     found = [*_fields(Config).items(), *((method, kind) for kind in METHODS.values())]
-    found += [("partition", kind) for kind in get_args(Partition)]
+    found += [("partition", kind) for kind in PARTITIONS.values()]
+    found += [(f"train.{name}", kind) for name, kind in INNER.items()]
     return [(name, kind) for name, kind in found if isinstance(kind, type(Checked))]
 
 

@@ -8,12 +8,20 @@ checkpoints are checked with another, reports and batches group runs by others. 
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import inspect
 import json
 import os
-from collections.abc import Mapping
-from functools import lru_cache, reduce
-from typing import Any
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial, reduce, wraps
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import resolve_name
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import torch
@@ -22,21 +30,30 @@ from msgspec.structs import replace
 from fairvar._version import __version__
 from fairvar.data import dataset_sha256
 from fairvar.engine.losses import LOSSES
-from fairvar.errors import IntegrityError
+from fairvar.engine.settings import TrainSettings, kind_of
+from fairvar.errors import BadInput
 from fairvar.methods import FedAvg, Method
+from fairvar.methods.plugin import PluginLoader
 from fairvar.models import MODELS
 from fairvar.models.weights import read_tensors
 from fairvar.runs.config import Config, DataConfig
-from fairvar.runs.records import Sha256
-from fairvar.runs.source_code import cached, code_sha256
+from fairvar.runs.store import Sha256
 
 RECORD = "identity"  # the key of an identity in a manifest
 PLACES = ("FAIRVAR_DATA", "FAIRVAR_CACHE", "XDG_CACHE_HOME")  # decide where data sets are found
 DEPLOYED_FILE = "federation.json"  # only deployed runs have this file
 NOT_IN_FINGERPRINT = ("name", "data.root", "model.weights", "train.device", "train.chunk",
-                      "train.capture", "select")  # fmt: skip
+                      "train.capture", "train.compile", "select")  # fmt: skip
 # Settings of later versions. With these values a run keeps the fingerprint that it had before.
-ADDED_LATER = {"train.precision": "full"}
+ADDED_LATER = {
+    "train.precision": "full",
+    "train.schedule": {"name": "constant", "warm_up": 0, "every": 1, "least": 0.0},
+    "train.drop_last": False,
+    "train.weight_decay": 0.0,
+    "train.momentum": 0.0,
+    "train.server": {"name": "sgd", "lr": 1.0, "beta1": 0.0},
+}
+T = TypeVar("T")
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,14 +92,25 @@ def identity_of(config: Config) -> Identity:
 def recorded_identity(manifest: Mapping[str, Any], config: Config) -> Identity:
     """The identity of a stored run. Manifests of earlier versions have the parts in other places;
     their methods had version 1, and the code of plugins was not recorded."""
-    if RECORD not in manifest:
-        data = manifest["passport"].get("dataset_sha256")
-        deployed = manifest["sha256"].get(DEPLOYED_FILE)
-        return Identity(fingerprint(config), data, deployed=deployed)
-    try:
+    if RECORD in manifest:
         return msgspec.convert(manifest[RECORD], Identity)
-    except msgspec.ValidationError as error:
-        raise IntegrityError(f"its record of what the run computes is not valid: {error}") from None
+    data = manifest["passport"].get("dataset_sha256")
+    return Identity(fingerprint(config), data, deployed=manifest["sha256"].get(DEPLOYED_FILE))
+
+
+def cached(function: Callable[..., T]) -> Callable[..., T]:
+    """Remember results; arguments that cannot be hashed (a method with a list) are not cached."""
+    remembering = lru_cache(maxsize=100_000)(function)
+
+    @wraps(function)
+    def call(*args: Any) -> T:
+        try:
+            hash(args)
+        except TypeError:
+            return function(*args)
+        return remembering(*args)
+
+    return call
 
 
 # -- projections -----------------------------------------------------------------------------------
@@ -95,20 +123,21 @@ def fingerprint(config: Config) -> str:
 
 def trial_key(config: Config, identity: Identity) -> str:
     """Equal for runs that differ in the seed only: the repetitions of one trial."""
-    return _key(_deciding(config, "train.seed"), identity.data, *identity.variant)
+    values = _deciding(config, "train.seed")
+    return json.dumps((values, identity.data, *identity.variant), sort_keys=True)
 
 
 def group_key(config: Config, identity: Identity) -> str:
     """Equal for runs that a table compares: method, learning rate and seed may differ."""
     values = _deciding(config, "train.seed", "train.lr", "method")
-    return _key(values, identity.data, identity.deployed is not None)
+    return json.dumps((values, identity.data, identity.deployed is not None), sort_keys=True)
 
 
 def batch_key(config: Config) -> tuple[Any, ...]:
     """Equal for runs that may train as one batch: the numbers of the method, the learning rate and
     the seed may differ. Device and other circumstances must be the same."""
-    bare = replace(config, method=FedAvg(), train=replace(config.train, lr=1.0, seed=0))
-    return bare, repr(config.method.form)
+    rest = replace(config, method=FedAvg(), train=TrainSettings(rounds=config.train.rounds))
+    return kind_of(config.train, config.method, rest)
 
 
 def checkpoint_key(identity: Identity) -> dict[str, str]:
@@ -134,10 +163,6 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, list):
         return [_canonical(v) for v in value]
     return (value + 0.0).hex() if isinstance(value, float) else value  # −0.0 is 0.0
-
-
-def _key(*parts: Any) -> str:
-    return json.dumps(parts, sort_keys=True)
 
 
 # -- parts -----------------------------------------------------------------------------------------
@@ -172,3 +197,129 @@ def _data_sha256(section: DataConfig, *places: str | None) -> str | None:
 def _check_weights(path: str | None, sha256: str | None) -> None:
     if path is not None:
         read_tensors(path, sha256)
+
+
+# -- code ------------------------------------------------------------------------------------------
+# A plugin has no version number that could be trusted, so its runs are told apart by the code
+# itself: the file of the class or function and all files of the user's that it imports. Files are
+# hashed whole, with their comments; other files that the code reads are not seen.
+@cached
+def code_sha256(*things: Any) -> str | None:
+    """Of the files that define these classes and functions; None if all of them are part of
+    fairvar, torch or Python."""
+    sources: dict[str, bytes] = {}
+    for thing in things:
+        while isinstance(thing, partial):
+            sources[repr(thing.keywords)] = repr((thing.args, thing.keywords)).encode()
+            thing = thing.func
+        kind = thing if hasattr(thing, "__qualname__") else type(thing)
+        for part in inspect.getmro(kind) if inspect.isclass(kind) else [kind]:
+            sources |= _sources(part)
+    digests = sorted({hashlib.sha256(source).hexdigest() for source in sources.values()})
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest() if digests else None
+
+
+def _sources(part: Any) -> dict[str, bytes]:
+    """By module: the file of a class or function and, if it is the user's, what it imports."""
+    home: str = part.__module__
+    if home.partition(".")[0] in (*sys.builtin_module_names, "torch", "msgspec"):
+        return {}
+    if _file(home) is None:
+        return {f"{home}.{part.__qualname__}": _typed_in(part)}
+    return _closure(home)
+
+
+def user_modules(home: str) -> dict[str, bytes]:
+    """A module of the user's under its name, and those that it imports by their places below a
+    folder of imports."""
+    found = {home: _content(home)}
+    for name, content in _closure(home).items():
+        file = _file(name)
+        if name != home and file is not None:
+            parts = name.split(".")
+            above = parts if file.stem == "__init__" else parts[:-1]
+            found["/".join((*above, file.name))] = content
+    return found
+
+
+def _closure(home: str) -> dict[str, bytes]:
+    """A module that is not part of fairvar or Python, and the user's modules that it imports."""
+    found: dict[str, bytes] = {}
+    todo = [home] if _owner(home) in ("user", "installed") else []
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found[name] = _content(name)
+            imported = _imports(found[name], name) if _owner(name) == "user" else ()
+            todo += [other for other in imported if _owner(other) == "user"]
+    return found
+
+
+def _typed_in(part: Any) -> bytes:
+    """Code of a notebook or a terminal."""
+    try:
+        return inspect.getsource(part).encode()
+    except (OSError, TypeError):
+        raise BadInput(f"the code of {part.__qualname__} cannot be read, so its stored runs "
+                       "cannot be recognised; put it in a file") from None  # fmt: skip
+
+
+def _content(name: str) -> bytes:
+    loader = getattr(sys.modules.get(name), "__loader__", None)
+    if isinstance(loader, PluginLoader):
+        return loader.source
+    try:
+        return Path(_file(name) or "").read_bytes()
+    except OSError as error:
+        raise BadInput(f"the code of {name} cannot be read: {error.strerror}") from None
+
+
+def _imports(source: bytes, name: str) -> Iterator[str]:
+    """Modules that a file imports, also within functions; some of these names are no modules."""
+    file = _file(name)
+    package = name if file is not None and file.stem == "__init__" else name.rpartition(".")[0]
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # a compiled module
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (package or not node.level):
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _owner(name: str) -> Literal["user", "installed", "other"]:
+    """Whose module it is; "other": of fairvar, of Python, or no module."""
+    file = _file(name)
+    if file is None or file.is_relative_to(Path(__file__).resolve().parents[1]):
+        return "other"
+    paths = {kind: Path(path).resolve() for kind, path in sysconfig.get_paths().items()}
+    users = Path(site.getusersitepackages()).resolve()
+    if any(file.is_relative_to(path) for path in (paths["purelib"], paths["platlib"], users)):
+        return "installed"
+    python = any(file.is_relative_to(paths[kind]) for kind in ("stdlib", "platstdlib"))
+    return "other" if python else "user"
+
+
+def _file(name: str) -> Path | None:
+    """The file of a module, found without importing anything."""
+    if name in sys.modules:
+        found = getattr(sys.modules[name], "__file__", None)
+        return None if found is None else Path(found).resolve()
+    spec = _spec(name)
+    return Path(spec.origin).resolve() if spec and spec.has_location and spec.origin else None
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    parent = name.rpartition(".")[0]
+    if not parent:
+        return PathFinder.find_spec(name)
+    if parent in sys.modules:
+        where = getattr(sys.modules[parent], "__path__", None)
+    else:
+        above = _spec(parent)
+        where = above.submodule_search_locations if above is not None else None
+    return None if where is None else PathFinder.find_spec(name, list(where))

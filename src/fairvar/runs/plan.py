@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from fairvar.data import Dirichlet, Partition
 from fairvar.errors import BadInput, shown, unknown
-from fairvar.methods import METHODS, Method
+from fairvar.methods import BUILT_IN, METHODS, Method
 from fairvar.runs.config import Config, assign, located, merge_overrides, read_toml, refuse_unknown
 from fairvar.runs.identity import fingerprint
 from fairvar.runs.select import Criterion
@@ -28,6 +28,7 @@ from fairvar.validation import Checked, Count, NonNegative, Positive
 
 PAPER_METHODS = ("fedavg", "afl", "qffl", "aaggff", "fairloss", "fairloss*", "fairgrad",
                  "fairgrad*")  # fmt: skip
+SETS = ("paper", "extended", "all")
 MOST_RUNS = 100_000
 Options = dict[str, Any]
 
@@ -35,7 +36,9 @@ Options = dict[str, Any]
 class SweepSettings(Checked, frozen=True, kw_only=True):
     """The lists of a grid. Each method uses those that it has: `strength` is λ of FairLoss, γ of
     FairGrad and q of q-FFL; AFL has `step`, AAggFF has `cdf`. `[sweep.method.NAME]` replaces lists
-    for one method, or fixes any of its options. A star marks the exact variant ("fairgrad*")."""
+    for one method, or fixes any of its options. A star marks the exact variant ("fairgrad*").
+    Among `methods`, "paper" stands for the paper's eight, "extended" for all further ones, and
+    "all" for both."""
 
     __where__: ClassVar[str | None] = "sweep"
 
@@ -49,9 +52,11 @@ class SweepSettings(Checked, frozen=True, kw_only=True):
     method: dict[str, Options] = msgspec.field(default_factory=dict)
 
     def check(self) -> None:
-        for name in (*self.methods, *self.method):
+        names = method_names(self.methods)
+        msgspec.structs.force_setattr(self, "methods", names)
+        for name in (*names, *self.method):
             if name.removesuffix("*") not in METHODS:
-                raise unknown("sweep method", name, METHODS)
+                raise unknown("sweep method", name, (*SETS, *METHODS))
         for name in ("methods", "seeds", "lr", "strength", "step", "cdf", "alpha"):
             values = getattr(self, name)
             if values == () and name != "alpha":
@@ -91,6 +96,14 @@ class SweepSettings(Checked, frozen=True, kw_only=True):
         return fixed, lists
 
 
+def method_names(given: Sequence[str]) -> tuple[str, ...]:
+    """The names of methods, with those of a set in the place of its name."""
+    paper = {name.removesuffix("*") for name in PAPER_METHODS}
+    extended = tuple(n for n, kind in METHODS.items() if kind in BUILT_IN and n not in paper)
+    sets = {"paper": PAPER_METHODS, "extended": extended, "all": PAPER_METHODS + extended}
+    return tuple(name for word in given for name in sets.get(word, (word,)))
+
+
 @dataclass(frozen=True)
 class Plan:
     """All runs of a sweep, in the order in which they are computed."""
@@ -119,14 +132,12 @@ class Plan:
         section = base.pop("sweep", {})
         if not isinstance(section, dict):
             raise BadInput(f"sweep = {shown(section)} must be a section: write [sweep]")
-        known = {f.name: f.type for f in msgspec.structs.fields(SweepSettings)}
-        refuse_unknown(section, known, "sweep")
+        refuse_unknown(section, SweepSettings.__struct_fields__, "sweep")
         if isinstance(section.get("method"), dict):
             for name, options in section["method"].items():
                 if not isinstance(options, dict):
-                    raise BadInput(
-                        f"sweep.method.{shown(name)} = {shown(options)} must be a section"
-                    )
+                    where = f"sweep.method.{shown(name)} = {shown(options)}"
+                    raise BadInput(f"{where} must be a section")
         try:
             settings = msgspec.convert(section, SweepSettings)
         except msgspec.ValidationError as error:
@@ -193,8 +204,12 @@ def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 def _expand(first: Config, settings: SweepSettings) -> Iterator[Config]:
     """All runs, seeds outermost: an unfinished sweep then has complete grids for fewer seeds."""
     methods = {name: list(_method_axis(settings, name)) for name in settings.methods}
-    partitions: list[Partition] = [_with_alpha(first, alpha) for alpha in settings.alpha]
-    partitions = partitions or [first.partition]
+    partitions: list[Partition] = [first.partition]
+    if settings.alpha:
+        if not isinstance(first.partition, Dirichlet):
+            raise BadInput("sweep.alpha needs a dirichlet partition; remove it or change "
+                           "[partition]")  # fmt: skip
+        partitions = [replace(first.partition, alpha=alpha) for alpha in settings.alpha]
     for seed, partition, name in itertools.product(
         settings.seed_list, partitions, settings.methods
     ):
@@ -210,9 +225,3 @@ def _method_axis(settings: SweepSettings, name: str) -> Iterator[tuple[Method, f
         options = fixed | dict(zip(lists, values, strict=True))
         lr = options.pop("lr")
         yield Config.from_dict({"method": options}).method, lr
-
-
-def _with_alpha(first: Config, alpha: float) -> Dirichlet:
-    if not isinstance(first.partition, Dirichlet):
-        raise BadInput("sweep.alpha needs a dirichlet partition; remove it or change [partition]")
-    return replace(first.partition, alpha=alpha)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace as with_fields
 
-from fairvar.data import Dirichlet
+from fairvar.engine.history import MODELS
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.methods import METHODS
 from fairvar.runs.archive import Condensed, unpacked
@@ -19,81 +19,12 @@ from fairvar.runs.identity import group_key, trial_key
 from fairvar.runs.select import Criterion
 from fairvar.runs.serialize import condensed_history
 from fairvar.runs.store import is_complete, read_sealed
-from fairvar.runs.stored import Deployed, StoredRun, recorded_federation
-from fairvar.runs.trials import Result, Summary, Trial, choose, validated
+from fairvar.runs.stored import StoredRun, recorded_federation
+from fairvar.runs.trials import Group, Summary, Trial, choose, first_run
 
 Rule = Callable[[Config], Criterion]
 Piece = StoredRun | Condensed
 Variant = tuple[int, str | None, str | None]  # Identity.variant
-
-
-@dataclass(frozen=True)
-class Group:
-    """All runs on one federation."""
-
-    config: Config  # of one of the runs; method, lr and seed vary within the group
-    criterion: Criterion  # how the results were chosen, and by which model
-    passport: Mapping[str, Any]
-    federation: Mapping[str, Any] | None  # classes by client, if they were recorded
-    trials: Sequence[Trial]
-    results: Sequence[Result]
-    data: str = ""  # start of the data's SHA-256, if several data sets have the same name
-    deployed: Deployed | None = None  # None: simulated
-
-    @property
-    def own_data(self) -> bool:
-        """Whether nodes used their own files, which the configuration does not describe."""
-        return self.deployed is not None and self.deployed.own_data
-
-    @property
-    def alpha(self) -> float | None:
-        partition = self.config.partition
-        return None if self.own_data or not isinstance(partition, Dirichlet) else partition.alpha
-
-    @property
-    def dataset(self) -> str:
-        return f"{self.source} [{self.data}]" if self.data else self.source
-
-    @property
-    def source(self) -> str:
-        """The name of the data set, or whose data they were."""
-        if self.deployed is not None and self.deployed.own_data:
-            return f"own data of {self.deployed.where}"
-        return self.config.data.name
-
-    @property
-    def kind(self) -> list[str]:
-        """What distinguishes federations of one data set and alpha, if it is not the default."""
-        deployed = ["deployed"] if self.deployed is not None and not self.own_data else []
-        return deployed + [self.config.protocol] * (self.config.protocol != "boxes")
-
-    @property
-    def model(self) -> str:
-        if self.deployed is None:
-            return self.config.model.name
-        size = self.deployed.parameters
-        return self.deployed.model + (f" ({size:,} parameters)" if size else "")
-
-    @property
-    def validated(self) -> bool:
-        """Whether there were validation data to choose by."""
-        return validated(self.trials, self.criterion.model)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The configuration of one run, without what a deployed run did not use."""
-        values = self.config.to_dict()
-        if self.own_data:
-            del values["partition"]
-            values["data"] = {k: values["data"][k] for k in ("name", "clients", "seed", "split")}
-        if self.deployed is not None and self.deployed.own_model:
-            del values["model"]["name"]
-        return values
-
-    @property
-    def births(self) -> list[Mapping[str, Any]]:
-        """The provenance of every run, also of those of which only a summary was kept."""
-        return [birth for trial in self.trials for birth in trial.summary.births]
 
 
 def stored_runs(folder: Path) -> list[StoredRun]:
@@ -125,16 +56,17 @@ def gather(
     `rule`: the criterion of a group, from its configuration. `model`: raise unless this model was
     evaluated; by default use one that was. `only`: the names of the runs to gather."""
     found_runs = (run for folder in folders for run in stored_runs(folder))
+    summaries = (s for folder in folders for s in Condensed.all_in(unpacked(folder)))
     pieces: list[Piece] = [
         *_each_once(run for run in found_runs if only is None or run.folder.name in only),
-        *_distinct(s for folder in folders for s in Condensed.all_in(unpacked(folder))),
+        *{json.dumps(s.manifest, sort_keys=True): s for s in summaries}.values(),
     ]
     versions = _versions(pieces)
     groups: dict[str, list[Piece]] = {}
     for piece in pieces:
         # The same configuration on other data (half of CIFAR-100, say) is another federation. So is
         # a deployment, whose clients and model need not be those of the configuration.
-        there = Deployed.of(piece.manifest, piece.folder)
+        there = piece.deployed
         known = "" if there is None else str((there.own_data, there.model, there.parameters))
         groups.setdefault(group_key(piece.config, piece.identity) + known, []).append(piece)
     found = [_group(pieces, rule, versions, model) for pieces in groups.values()]
@@ -159,45 +91,31 @@ def _results(run: StoredRun) -> bytes:
     return content if run.manifest.get("condensed") else condensed_history(content)
 
 
-def _distinct(summaries: Iterable[Condensed]) -> list[Condensed]:
-    return list({json.dumps(s.manifest, sort_keys=True): s for s in summaries}.values())
-
-
 def _versions(pieces: Iterable[Piece]) -> dict[tuple[str, Variant], str]:
     """Short names for the versions of a method's code, if several have the same label."""
     found: dict[str, set[Variant]] = {}
     for piece in pieces:
         found.setdefault(piece.config.method.label, set()).add(piece.identity.variant)
-    return {
-        (label, variant): _short(variant)
-        for label, variants in found.items()
-        for variant in variants
-        if len(variants) > 1
-    }
-
-
-def _short(variant: Variant) -> str:
-    version, code, deployed = variant
-    parts = [f"v{version}", code and f"code {code[:8]}", deployed and f"deployed {deployed[:8]}"]
-    return ", ".join(part for part in parts if part)
+    names = {}
+    for label, variants in found.items():
+        for version, code, deployed in variants if len(variants) > 1 else ():
+            parts = [f"v{version}"] + ([f"code {code[:8]}"] if code else [])
+            parts += [f"deployed {deployed[:8]}"] if deployed else []
+            names[label, (version, code, deployed)] = ", ".join(parts)
+    return names
 
 
 def _with_distinct_names(groups: Sequence[Group]) -> list[Group]:
     """Adds the data's checksum to the names of groups that have the same name on other data."""
-    known: dict[tuple[Any, ...], set[Any]] = {}
-    for group in groups:
-        known.setdefault(_named(group), set()).add(group.passport.get("dataset_sha256"))
+    titles = [(g.source, *g.kind, g.alpha, g.config.data.clients, g.model) for g in groups]
+    data = [str(group.passport.get("dataset_sha256")) for group in groups]
+    known: dict[tuple[Any, ...], set[str]] = {}
+    for title, sha256 in zip(titles, data, strict=True):
+        known.setdefault(title, set()).add(sha256)
     return [
-        replace(g, data=str(g.passport.get("dataset_sha256"))[:8])
-        if len(known[_named(g)]) > 1
-        else g
-        for g in groups
+        replace(group, data=sha256[:8]) if len(known[title]) > 1 else group
+        for group, title, sha256 in zip(groups, titles, data, strict=True)
     ]
-
-
-def _named(group: Group) -> tuple[Any, ...]:
-    """The parts of a federation's title."""
-    return group.source, *group.kind, group.alpha, group.config.data.clients, group.model
 
 
 def _group(
@@ -212,16 +130,13 @@ def _group(
     trials = sorted((_trial(members, versions) for members in cells.values()), key=_trial_order)
     criterion = _measured(trials, rule(pieces[0].config), asked, pieces[0].config)
     results = choose(trials, criterion)
-    first = _first_run(results)
-    return Group(
-        first.config,
-        criterion,
-        first.manifest["passport"],
-        recorded_federation(first),
-        trials,
-        results,
-        deployed=Deployed.of(first.manifest, first.folder),
-    )
+    if asked is None:  # clients with personal models use these
+        results = [replace(r, model="personal") if "personal" in r.trial.models else r
+                   for r in results]  # fmt: skip
+    first = first_run(results)
+    passport, federation = first.manifest["passport"], recorded_federation(first)
+    return Group(first.config, criterion, passport, federation, trials, results,
+                 deployed=first.deployed)  # fmt: skip
 
 
 def _measured(
@@ -229,7 +144,7 @@ def _measured(
 ) -> Criterion:
     """The criterion for a model that was evaluated: local models need not be (evaluate.local)."""
     alive = [trial for trial in trials if not trial.diverged]
-    models = [m for m in ("global", "local") if all(m in trial.models for trial in alive)]
+    models = [m for m in MODELS if all(m in trial.models for trial in alive)]
     if criterion.model in models:
         return criterion
     where = f"{config.data.name}, {config.protocol}"
@@ -242,16 +157,6 @@ def _measured(
         raise BadInput(f"{where}: the {asked} model was not measured there, the {models[0]} one was"
                        " (evaluate.local = true measures local models)")  # fmt: skip
     return with_fields(criterion, model=models[0])
-
-
-def _first_run(results: Sequence[Result]) -> StoredRun:
-    """One of the chosen runs, so that a report from condensed runs is the same."""
-    for result in results:
-        for run in result.trial.source:
-            if isinstance(run, StoredRun):
-                return run
-    raise BadInput("only summaries were kept of what is chosen here; use the options that the runs "
-                   "were condensed with")  # fmt: skip
 
 
 def _trial(members: Sequence[Piece], versions: Mapping[tuple[str, Variant], str]) -> Trial:

@@ -26,6 +26,7 @@ from fairvar.engine.history import History
 from fairvar.engine.state import DoesNotFit
 from fairvar.engine.train import Checkpoint, prepare, run_rounds
 from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
+from fairvar.files import write_bytes
 from fairvar.models import build, load_weights
 from fairvar.runs import store
 from fairvar.runs.config import Config
@@ -36,16 +37,12 @@ from fairvar.runs.identity import (
     data_sha256,
     fingerprint,
     identity_of,
-    recorded_identity,
 )
-from fairvar.runs.records import RunManifest
 from fairvar.runs.serialize import pack_checkpoint, pack_history, pack_state, unpack_checkpoint
 from fairvar.runs.stored import Deployed, final_scores
-from fairvar.system.files import write_bytes
 
 SECONDS_BETWEEN_CHECKPOINTS = 10.0
 TIME_FOR_CHECKPOINTS = 0.05  # at most this share of a computation
-RUN_FILES = ("config.toml", "history.safetensors", "state.safetensors")  # and the manifest
 T = TypeVar("T")
 
 
@@ -123,14 +120,9 @@ def train_runs(
     data, loss, when = federation_of(first), first.model.loss, first.evaluate
     begin: Sequence[Checkpoint | None] = starts or [None] * len(cells)
     if len(cells) == 1:
-
-        def keep_one(done: int, make: Callable[[], Checkpoint]) -> None:
-            if keep is not None:
-                keep(done, lambda: [make()])
-
         model = model_of(first, data)
         return [run_rounds(model, data, first.method, loss, first.train, when, begin[0], progress,
-                           keep_one)]  # fmt: skip
+                           keep)]  # fmt: skip
     members = [
         Member(model_of(cell, data), cell.method, cell.train, start)
         for cell, start in zip(cells, begin, strict=True)
@@ -145,11 +137,10 @@ def compute(cells: Sequence[Config], home: Path, watch: Watch) -> list[History]:
     several = len(cells) > 1
 
     def write(number: int, made: list[Checkpoint]) -> None:
-        packed = dict(zip(names, map(pack_checkpoint, made, keys), strict=True))
-        payload = store.pack_files(packed) if several else packed[names[0]]
-        store.write_checkpoint(home, number, payload)
+        packed = map(pack_checkpoint, made, keys)
+        store.write_checkpoint(home, number, dict(zip(names, packed, strict=True)))
 
-    keep = keeper(watch, cells[0].train.rounds, write)
+    keep = keeper(watch, cells[0].train.rounds, write, at_end=several)
     for starts in _checkpoints(home, names, keys):
         try:
             return train_runs(cells, starts, watch.progress, keep)
@@ -169,10 +160,11 @@ def _checkpoints(
     """Checkpoints of exactly these runs, newest first. Those of other runs, or of other versions of
     fairvar or torch, would lead to other bytes: the runs then start from the beginning."""
     found: list[list[Checkpoint]] = []
-    for payload in store.read_checkpoints(home):
-        packed = {names[0]: payload} if len(names) == 1 else store.unpack_files(payload)
+    for packed in store.read_checkpoints(home):
         try:
-            parts = (packed.get(name, b"") for name in names)
+            if packed.keys() != set(names):
+                raise IntegrityError("it belongs to another run")
+            parts = (packed[name] for name in names)
             found.append(list(map(unpack_checkpoint, parts, keys)))
         except IntegrityError as error:
             _pass_over(home, error)
@@ -197,16 +189,18 @@ def _blame(cells: Sequence[Config], error: BadInput) -> BadInput:
 
 
 def keeper(
-    watch: Watch, rounds: int, write: Callable[[int, T], None]
+    watch: Watch, rounds: int, write: Callable[[int, T], None], at_end: bool = False
 ) -> Callable[[int, Callable[[], T]], None]:
     """A function for the round loop to call after every round. It writes a checkpoint every ten
-    seconds (less often where writing is slow), and before it stops the loop with `Interrupted`."""
+    seconds (less often where writing is slow), before it stops the loop with `Interrupted` and,
+    with `at_end`, after the last round."""
     count, due = 0, time.monotonic() + SECONDS_BETWEEN_CHECKPOINTS
 
     def keep(done: int, make: Callable[[], T]) -> None:
         nonlocal count, due
         stopping, now = watch.stopping(), time.monotonic()
         often = watch.save_every is not None and done % watch.save_every == 0
+        often |= at_end and done == rounds
         if stopping or often or now > due:
             write(count, make())
             end = time.monotonic()
@@ -255,26 +249,11 @@ def run_files(
         "bytes_down_per_client": history.bytes_down,
         "bytes_up_per_client": history.bytes_up,
         "result": final_scores(history),
-        "birth": dict(history.birth),
+        "birth": dict(history.provenance),
     }
     facts |= {"group": list(group)} if group else {}
     facts |= {} if deployed is None else {"deployed": msgspec.to_builtins(deployed)}
     return store.with_manifest(files, facts)
-
-
-def holds_run(files: Mapping[str, bytes], identity: Identity) -> bool:
-    """Whether these are the files that `run_files` makes of this run."""
-    try:
-        manifest = store.open_seal(files[store.MANIFEST], RunManifest)
-        config = Config.from_toml(files["config.toml"].decode())
-        found = recorded_identity(manifest, config)
-    except (KeyError, ValueError, FairvarError):
-        return False
-    if found != identity or files.keys() != {*RUN_FILES, store.MANIFEST}:
-        return False
-    facts = {name: fact for name, fact in manifest.items() if name != "sha256"}
-    again = store.with_manifest({name: files[name] for name in RUN_FILES}, facts)
-    return again[store.MANIFEST] == files[store.MANIFEST]
 
 
 def record_federation(out: Path, federation: Federation) -> None:

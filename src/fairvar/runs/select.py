@@ -31,7 +31,7 @@ class Criterion(Checked, frozen=True, kw_only=True):
     t: NonNegative = 1.96
     m: Count | None = None
     unit: Literal["fraction", "mixed"] = "fraction"
-    model: Literal["global", "local"] = "global"
+    model: Literal["global", "local", "personal"] = "global"
 
     def score(self, curve: Curve, seeds: int) -> Float64[np.ndarray, " rounds"]:
         """One score per evaluated round. A single client has no variance and no penalty."""

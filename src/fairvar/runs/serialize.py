@@ -12,10 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fairvar.engine.history import History, Tables, history_from_tables
+from fairvar.engine.history import MODELS, History, Tables, are_ids, history_from_tables
 from fairvar.engine.state import State
 from fairvar.engine.train import Checkpoint
-from fairvar.errors import IntegrityError
+from fairvar.errors import IntegrityError, cause
 from fairvar.methods.base import Method
 from fairvar.tree import Tree
 
@@ -23,11 +23,12 @@ NOT_MEASURED = -1  # in place of a number of correct answers
 FIRST_LOSSES = 10  # evaluated rounds whose training losses condensed histories keep
 _FLOATS, _COUNTS = (torch.float32,), (torch.int64,)
 # By kind of stored table: its types, and what its dimensions count (o: observed rounds,
-# e: evaluated rounds, n: clients).
+# e: evaluated rounds, n: clients, m: participants of a round, which may be all clients).
 TABLES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
     "observed": (_COUNTS, "o"),
-    "loss": (_FLOATS, "on"),
-    "weights": (_FLOATS, "on"),
+    "participants": (_COUNTS, "om"),
+    "loss": (_FLOATS, "om"),
+    "weights": (_FLOATS, "om"),
     "ascended": (_FLOATS, "o"),
     "evaluated": (_COUNTS, "e"),
     "gradient_variance": ((torch.float64,), "e"),
@@ -37,7 +38,7 @@ TABLES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
     "samples": (_COUNTS, "n"),
     "counters": (_COUNTS, "3"),
 }
-GROUPS = ("params", "buffers", "memory", "mean_gradient", "iterate")
+GROUPS = ("params", "buffers", "memory", "mean_gradient", "iterate", "personal", "moments")
 
 
 def state_tensors(state: State) -> Tree:
@@ -63,6 +64,8 @@ def state_from_tensors(flat: Tree) -> State:
         mean_loss=flat["mean_loss"],
         mean_gradient=groups["mean_gradient"] or None,
         iterate=groups["iterate"] or None,
+        personal=groups["personal"] or None,
+        moments=groups["moments"] or None,
     )
 
 
@@ -87,17 +90,16 @@ def unpack_checkpoint(content: bytes, key: Mapping[str, str] | None = None) -> C
         flat = load_tensors(content)
         found = _metadata(content)
         for part, wanted in (key or {}).items():
-            if found.get(part) != wanted:
-                raise IntegrityError(_of_another(part, str(found.get(part)), wanted))
+            other = str(found.get(part))
+            if other != wanted and part == "identity":
+                raise IntegrityError(
+                    f"it belongs to another run ({other[:16]!r}, not {wanted[:16]})"
+                )
+            if other != wanted:
+                raise IntegrityError(f"it was made with {part} {other[:40]!r}, not {wanted}")
         tables = {k.removeprefix("tables/"): v for k, v in flat.items() if k.startswith("tables/")}
         int(tables.get("diverged_at", flat["round"]))  # a number
         return Checkpoint(state_from_tensors(flat), tables)
-
-
-def _of_another(part: str, found: str, wanted: str) -> str:
-    if part == "identity":
-        return f"it belongs to another run ({found[:16]!r}, not {wanted[:16]})"
-    return f"it was made with {part} {found[:40]!r}, not {wanted}"
 
 
 def _metadata(content: bytes) -> dict[str, str]:
@@ -109,16 +111,18 @@ def _metadata(content: bytes) -> dict[str, str]:
 def pack_history(history: History) -> bytes:
     """Evaluated rounds only, because a sweep has thousands of runs. Accuracies are stored as exact
     numbers of correct answers, other tables per client as float32."""
-    kept = torch.isin(history.observed + 1, history.evaluated)
+    history = history.at_evaluations()
     flat: Tables = {
-        "observed": history.observed[kept],
-        "loss": history.loss[kept].float(),
-        "weights": history.weights[kept].float(),
-        "ascended": history.ascended[kept].float(),
+        "observed": history.observed,
+        "loss": history.participant_loss.float(),
+        "weights": history.participant_weights.float(),
+        "ascended": history.ascended.float(),
         "evaluated": history.evaluated,
         "gradient_variance": history.gradient_variance,
         "update_norm": history.update_norm.float(),
     }
+    if history.participants is not None:
+        flat["participants"] = history.participants
     for (split, model), table in history.accuracy.items():
         right = (table * history.samples[split]).nan_to_num(NOT_MEASURED).round().int()
         flat[f"right/{split}/{model}"] = right
@@ -150,14 +154,41 @@ def unpack_history(
 ) -> History:
     with _as_written():
         flat = load_tensors(content)
-        _check_tables(flat)
-        return _history(flat, state, method, facts)
+        clients = _check_tables(flat)
+        samples = {k.split("/")[1]: v for k, v in flat.items() if k.startswith("samples/")}
+        tables = {k: v.double() if v.is_floating_point() else v for k, v in flat.items()}
+        if "update_norm" not in tables:  # of a condensed history
+            size = len(flat["observed"]), clients
+            tables["update_norm"] = torch.full(size, torch.nan, dtype=torch.float64)
+        for name in [k for k in flat if k.startswith("right/")]:
+            _, split, model = name.split("/")
+            right = torch.where(flat[name] == NOT_MEASURED, torch.nan, flat[name].double())
+            tables[f"accuracy/{split}/{model}"] = right / samples[split]
+        return history_from_tables(
+            tables,
+            method=method,
+            state=state,
+            rounds=int(facts["rounds"]),
+            observed=flat["observed"],
+            samples=samples,
+            classifies=any(k.startswith("right/") for k in flat)
+            or not any(k.startswith("evaluated_loss/") for k in flat),
+            diverged_at=facts["diverged_at"],
+            provenance=facts["birth"],
+        )
 
 
-def _check_tables(flat: Tables) -> None:
-    """Every table has the type and shape of its kind, and possible values."""
-    (clients,) = flat["loss"].shape[1:]
-    sizes = {"o": len(flat["observed"]), "e": len(flat["evaluated"]), "n": clients, "3": 3}
+def _check_tables(flat: Tables) -> int:
+    """The number of clients, if every table has the type and shape of its kind, and possible
+    values."""
+    (drawn,) = flat["loss"].shape[1:]
+    clients = drawn
+    if "participants" in flat:
+        clients = next(len(table) for name, table in flat.items() if name.startswith("samples/"))
+        if flat["participants"].dim() != 2 or not are_ids(flat["participants"], clients):
+            raise ValueError("participants holds something other than ids of clients")
+    rounds, seen = len(flat["observed"]), len(flat["evaluated"])
+    sizes = {"o": rounds, "e": seen, "n": clients, "m": drawn, "3": 3}
     for name, table in flat.items():
         kind, _, rest = name.partition("/")
         if kind not in TABLES:
@@ -170,7 +201,7 @@ def _check_tables(flat: Tables) -> None:
         least, most = torch.tensor(0 if kind in ("samples", "counters") else -torch.inf), None
         if kind in ("right", "evaluated_loss"):
             split, _, model = rest.partition("/")
-            if model not in ("global", "local") or f"samples/{split}" not in flat:
+            if model not in MODELS or f"samples/{split}" not in flat:
                 raise ValueError(f"{name[:80]!r} is not the name of a table")
             if kind == "right":
                 least, most = torch.tensor(NOT_MEASURED), flat[f"samples/{split}"]
@@ -181,29 +212,7 @@ def _check_tables(flat: Tables) -> None:
             raise ValueError(f"{name} is not a column of increasing rounds")
     if bool(torch.isinf(flat["weights"]).any()):
         raise ValueError("weights holds infinity")
-
-
-def _history(flat: Tables, state: State, method: Method, facts: Mapping[str, Any]) -> History:
-    samples = {k.split("/")[1]: v for k, v in flat.items() if k.startswith("samples/")}
-    tables = {k: v.double() if v.is_floating_point() else v for k, v in flat.items()}
-    if "update_norm" not in tables:  # of a condensed history
-        tables["update_norm"] = torch.full_like(tables["loss"], torch.nan)
-    for name in [k for k in flat if k.startswith("right/")]:
-        _, split, model = name.split("/")
-        right = torch.where(flat[name] == NOT_MEASURED, torch.nan, flat[name].double())
-        tables[f"accuracy/{split}/{model}"] = right / samples[split]
-    return history_from_tables(
-        tables,
-        method=method,
-        state=state,
-        rounds=int(facts["rounds"]),
-        observed=flat["observed"],
-        samples=samples,
-        classifies=any(k.startswith("right/") for k in flat)
-        or not any(k.startswith("evaluated_loss/") for k in flat),
-        diverged_at=facts["diverged_at"],
-        birth=facts["birth"],
-    )
+    return clients
 
 
 @contextmanager
@@ -212,10 +221,8 @@ def _as_written() -> Iterator[None]:
     try:
         yield
     except (LookupError, ValueError, TypeError, RuntimeError, ArithmeticError) as error:
-        reason = (str(error).splitlines() or [""])[0][:160]
-        raise IntegrityError(
-            f"it does not hold what fairvar writes: {type(error).__name__}: {reason}"
-        ) from None
+        found = f"{type(error).__name__}: {cause(error)}"
+        raise IntegrityError(f"it does not hold what fairvar writes: {found}") from None
 
 
 def load_tensors(content: bytes) -> dict[str, Tensor]:

@@ -3,7 +3,11 @@
 A run is a folder with config.toml, history.safetensors, state.safetensors and manifest.json. The
 manifest is written last and holds the SHA-256 of the other files; its own SHA-256 is its last line
 (the seal). A folder without a manifest is not a result, but may hold checkpoints. These and other
-temporary files have their SHA-256 in the first line. Nothing is ever unpickled.
+temporary files begin with a sealed list of the same kind. Nothing is ever unpickled.
+
+A seal shows that a record was not damaged. It is not a signature: anybody can change a record and
+seal it again. So the fields of every `Record` have types and bounds, which are checked whenever one
+is read, and two records of one fact must agree.
 """
 
 from __future__ import annotations
@@ -14,20 +18,59 @@ import json
 import re
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 from filelock import FileLock
+from msgspec import Meta
 
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.runs.records import Manifest, Record, RunManifest, check, parse_json
-from fairvar.system.files import MOST_RECORD, MOST_TENSORS, read_bytes, write_bytes
+from fairvar.files import MOST_RECORD, MOST_TENSORS, read_bytes, write_bytes
 
 MANIFEST = "manifest.json"
+SLOTS = ("checkpoint-a", "checkpoint-b")
 SEAL = ',\n  "seal": "'
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # a part of a path that fairvar writes
 LOCKS = ".locks"
+MOST_VALUES = 4_000_000  # in one record: they take about 60 bytes each
+Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+Number = Annotated[int, Meta(ge=0, le=2**62)]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A JSON object on disk. Other fields are ignored, so that later versions can add some."""
+
+
+class FileList(Record, frozen=True, kw_only=True):
+    """The head of several files that are stored as one."""
+
+    sha256: dict[str, Sha256]
+    sizes: dict[str, Number]
+
+
+R = TypeVar("R", bound=Record)
+
+
+def check(facts: Mapping[str, Any], kind: type[R]) -> R:
+    """The record, if it has all fields in the right form; ValueError otherwise."""
+    try:
+        return msgspec.convert(facts, kind)
+    except msgspec.ValidationError as error:
+        text, _, place = str(error).partition(" - at `$")
+        where = place.strip(".`[]")
+        raise ValueError(f"{where}: {text.replace('`', '')}" if where else text) from None
+
+
+def agree(where: object, **pairs: tuple[object, object]) -> None:
+    """Raise unless both values of each fact are equal."""
+    for fact, (one, other) in pairs.items():
+        if one != other:
+            raise IntegrityError(
+                f"{where} contradicts itself: {fact} is {str(one)[:80]} and {str(other)[:80]}"
+            )
 
 
 def inside(folder: Path, name: str, depth: int = 1) -> Path:
@@ -94,15 +137,23 @@ def open_seal(raw: bytes, kind: type[Record]) -> dict[str, Any]:
     body = head + b"\n}"
     if not mark or _seal(body) != raw:
         raise ValueError("its seal is broken")
-    found = parse_json(body)
-    check(found, kind)
-    return found
+    if body.count(b",") + body.count(b"[") + body.count(b"{") > MOST_VALUES:
+        raise ValueError(f"it holds more than {MOST_VALUES} values")
+    try:
+        found = json.loads(body)
+        check(found, kind)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return dict(found)
 
 
 def with_manifest(files: Mapping[str, bytes], facts: Mapping[str, Any]) -> dict[str, bytes]:
     """The files of a run and the manifest with their checksums."""
-    checksums = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    return {**files, MANIFEST: seal({**facts, "sha256": checksums})}
+    return {**files, MANIFEST: seal({**facts, "sha256": checksums(files)})}
+
+
+def checksums(files: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
 
 
 def save_files(folder: Path, files: Mapping[str, bytes], depth: int = 1) -> None:
@@ -115,11 +166,6 @@ def save_files(folder: Path, files: Mapping[str, bytes], depth: int = 1) -> None
 def is_complete(folder: Path) -> bool:
     """Whether the run is finished; nothing is read."""
     return (folder / MANIFEST).exists()
-
-
-def read_manifest(folder: Path, kind: type[Manifest] = RunManifest) -> dict[str, Any] | None:
-    """The manifest of a finished run; None if it is unfinished."""
-    return read_record(folder / MANIFEST, kind, f"delete {folder} and run again")
 
 
 def read_record(path: Path, kind: type[Record], way_out: str) -> dict[str, Any] | None:
@@ -146,62 +192,40 @@ def read_sealed(folder: Path, manifest: Mapping[str, Any], name: str) -> bytes:
     return content
 
 
-def verify(folder: Path) -> dict[str, Any] | None:
-    """The manifest, after checking every file against it."""
-    manifest = read_manifest(folder)
-    if manifest is not None:
-        for name in manifest["sha256"]:
-            read_sealed(folder, manifest, name)
-    return manifest
+def write_checkpoint(folder: Path, number: int, files: Mapping[str, bytes]) -> None:
+    """Checkpoints of one run or several, by name. Overwrites the older of two files, so that one
+    good checkpoint always remains."""
+    write_bytes(folder / SLOTS[number % 2], pack_files(files))
 
 
-SLOTS = ("checkpoint-a", "checkpoint-b")
-
-
-def write_checkpoint(folder: Path, number: int, payload: bytes) -> None:
-    """Overwrite the older of two files, so that one good checkpoint always remains."""
-    write_hashed(folder / SLOTS[number % 2], payload)
-
-
-def read_checkpoints(folder: Path) -> list[bytes]:
+def read_checkpoints(folder: Path) -> list[dict[str, bytes]]:
     """The intact checkpoints; a damaged one is left out, because the other one will do."""
-    found = (read_hashed(folder / slot) for slot in SLOTS)
-    return [payload for payload in found if payload is not None]
-
-
-def write_hashed(path: Path, payload: bytes) -> None:
-    """Write a file with its SHA-256 in the first line."""
-    write_bytes(path, hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload)
-
-
-def read_hashed(path: Path) -> bytes | None:
-    """The payload; None if the file is missing or damaged."""
-    try:
-        head, _, payload = read_bytes(path, MOST_TENSORS).partition(b"\n")
-    except OSError:
-        return None
-    return payload if hashlib.sha256(payload).hexdigest().encode() == head else None
+    found = []
+    for slot in SLOTS:
+        with suppress(OSError):
+            found.append(unpack_files(read_bytes(folder / slot, MOST_TENSORS)))
+    return [files for files in found if files]
 
 
 def pack_files(files: Mapping[str, bytes]) -> bytes:
-    """Several files as one: a line with their names and lengths, then their contents."""
-    lengths = {name: len(content) for name, content in files.items()}
-    return b"".join([json.dumps(lengths).encode(), b"\n", *files.values()])
+    """Several files as one: a sealed list with their checksums, then their contents."""
+    sizes = {name: len(files[name]) for name in sorted(files)}
+    return seal({"sha256": checksums(files), "sizes": sizes}) + b"".join(
+        files[name] for name in sizes
+    )
 
 
 def unpack_files(content: bytes) -> dict[str, bytes]:
-    """The files that `pack_files` packed; {} if it is something else."""
-    head, _, body = content.partition(b"\n")
+    """The files that `pack_files` packed; {} if it is something else, or damaged."""
+    start = content.find(b"\n}\n") + 3
     try:
-        lengths = parse_json(head)
+        facts = open_seal(content[:start], FileList)
     except ValueError:
         return {}
-    if not all(type(n) is int for n in lengths.values()):
-        return {}
-    ends = list(accumulate(lengths.values(), initial=0))
-    whole = ends == sorted(ends) and ends[-1] == len(body)
-    cuts = zip(lengths, pairwise(ends), strict=True)
-    return {name: body[a:b] for name, (a, b) in cuts} if whole else {}
+    names = sorted(facts["sizes"])
+    ends = list(accumulate((facts["sizes"][name] for name in names), initial=start))
+    files = {name: content[a:b] for name, (a, b) in zip(names, pairwise(ends), strict=True)}
+    return files if (ends[-1], checksums(files)) == (len(content), facts["sha256"]) else {}
 
 
 def store_run(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -2,82 +2,255 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from fairvar.engine.history import History
 from fairvar.engine.state import State, no_state
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.runs.config import Config, parse_toml
 from fairvar.runs.identity import Identity, fingerprint, recorded_identity, version_of
-from fairvar.runs.records import FederationRecord, Partition, RunManifest, agree, check
 from fairvar.runs.serialize import unpack_history, unpack_state
-from fairvar.runs.store import inside, read_manifest, read_record, read_sealed
+from fairvar.runs.store import (
+    MANIFEST,
+    Number,
+    Record,
+    Sha256,
+    agree,
+    check,
+    inside,
+    read_record,
+    read_sealed,
+)
 
-SCORES = ("mean", "variance_over_clients", "noise_floor", "corrected_variance",
-          "worst_10_percent", "smallest")  # fmt: skip
+Text = Annotated[str, Meta(max_length=1000, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
+Digits = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z]{1,64}\Z")]  # becomes part of a path
+FileName = Annotated[str, Meta(max_length=255, pattern=r"\A[^/\\\x00-\x1f\x7f]+\Z")]
+ScoreName = Annotated[str, Meta(pattern=r"\A(train|valid|test)/(global|local|personal)\Z")]
+Positive = Annotated[int, Meta(ge=1, le=2**62)]
+Amount = Annotated[float, Meta(ge=0, le=1e18)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=0, le=2**40)]
+Split = Literal["train", "valid", "test"]
+S = TypeVar("S", bound="Stored")
 T = TypeVar("T")
 
 
-class Deployed(msgspec.Struct, frozen=True, kw_only=True):
+# -- records ---------------------------------------------------------------------------------------
+class Provenance(Record, frozen=True, kw_only=True):
+    """`birth`: where a run was computed, with which versions, for how long."""
+
+    fairvar: Text
+    torch: Text
+    device: Text
+    dtype: Text
+    seed: Number
+    engine: Text
+    seconds: Amount
+    precision: Text = "full"
+    captured: bool = False
+    peak_megabytes: Amount | None = None
+    together: Positive = 1
+    refused: dict[Text, Number] = msgspec.field(default_factory=dict)
+    weight_capped_rounds: Number = 0
+
+
+class Normalisation(Record, frozen=True, kw_only=True):
+    mean: list[float]
+    sd: list[float]
+
+
+class PartitionRecord(Record, frozen=True, kw_only=True):
+    """`passport`: how the samples were divided among the clients. If the data are at nodes, only
+    their name and the number of clients are known."""
+
+    dataset: Text | None = None
+    clients: Positive | None = None
+    sha256: Digits | None = None
+    dataset_sha256: Digits | None = None
+    provenance: Text | None = None
+    sizes: list[Count] | None = None
+    classes_by_client: list[Count] | None = None
+    mean_total_variation: Share | None = None
+    effective_classes: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    majority_share: Share | None = None
+    attempts: Number | None = None
+    moved: Number | None = None
+    seed: Number | None = None
+    holdout: Text | None = None
+    split: list[Share] | None = None
+    split_sizes: dict[Split, list[Count]] | None = None
+    normalisation: Normalisation | None = None
+    partition: dict[Text, Any] | None = None
+    fraction: Share | None = None
+    samples: Positive | None = None
+    pool_samples: Positive | None = None
+
+    def __post_init__(self) -> None:
+        tables = {"sizes": self.sizes, "classes_by_client": self.classes_by_client}
+        tables |= {f"split_sizes.{k}": v for k, v in (self.split_sizes or {}).items()}
+        known = {name: len(table) for name, table in tables.items() if table is not None}
+        if self.clients is not None and set(known.values()) - {self.clients}:
+            raise ValueError(f"it has {self.clients} clients, but {known}")
+        if self.sizes is not None and self.split_sizes is not None:
+            own = [self.split_sizes.get("train", [])]  # other splits come from a pool
+            if self.holdout == "split":
+                own = list(self.split_sizes.values())
+            if [sum(parts) for parts in zip(*own, strict=True)] != self.sizes:
+                raise ValueError("split_sizes do not add up to sizes")
+
+
+class FederationRecord(PartitionRecord, frozen=True, kw_only=True):
+    """federations/*.json: a partition with the training samples of each class at each client."""
+
+    sha256: Digits
+    class_counts: list[list[Count]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len({len(row) for row in self.class_counts}) != 1 or not self.class_counts[0]:
+            raise ValueError("class_counts is not a table")
+        if self.clients not in (None, len(self.class_counts)):
+            raise ValueError(f"class_counts has {len(self.class_counts)} rows")
+        train = (self.split_sizes or {}).get("train")
+        if train is not None and train != [sum(row) for row in self.class_counts]:
+            raise ValueError("class_counts do not add up to the clients' training samples")
+
+
+class Deployed(Record, frozen=True, kw_only=True):
     """Facts about a deployed run, whose configuration may name data and a model that were not
     used."""
 
-    nodes: Annotated[int, msgspec.Meta(ge=0)]  # that took part
+    nodes: Number  # that took part
     own_data: bool  # the nodes' files; otherwise parts of the data set of the configuration
     own_model: bool  # the app's model; otherwise that of the configuration
     model: str  # class or name of the model
-    parameters: Annotated[int, msgspec.Meta(ge=0)]
+    parameters: Number
 
     @property
     def where(self) -> str:
         return "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
 
-    @staticmethod
-    def of(manifest: Mapping[str, Any], where: Path) -> Deployed | None:
-        """Of the manifest of a run or summary; None for a simulated one."""
-        passport, birth = manifest["passport"], manifest.get("birth") or manifest["births"][0]
-        if "deployed" not in manifest and str(birth.get("engine")).startswith("flower"):
-            return Deployed(  # stored before this was recorded
-                nodes=passport.get("clients", 0), own_data="sha256" not in passport, own_model=True,
-                model="a model that was not recorded", parameters=0,
-            )  # fmt: skip
-        try:
-            return msgspec.convert(manifest.get("deployed"), Deployed | None)
-        except msgspec.ValidationError as error:
-            raise IntegrityError(f"the manifest of {where}: deployed: {error}") from None
+
+class Manifest(Record, frozen=True, kw_only=True):
+    """The fields of all manifests."""
+
+    sha256: dict[FileName, Sha256]
+    method: Annotated[str, Meta(max_length=1000)]  # a label of any form, also of a plugin
+    passport: PartitionRecord
+    identity: Identity | UnsetType = UNSET  # earlier versions did not record it
+    deployed: Deployed | None = None
+
+
+class Scores(Record, frozen=True, kw_only=True):
+    """The main numbers of one split and model after the last round; NaN where there are none."""
+
+    mean: float
+    variance_over_clients: float
+    noise_floor: float
+    corrected_variance: float
+    worst_10_percent: float
+    smallest: float
+
+
+class RunManifest(Manifest, frozen=True, kw_only=True):
+    name: Text
+    fingerprint: Sha256
+    protocol: Text
+    starts_from: Text
+    rounds: Number
+    diverged_at: Number | None
+    exchanges_per_client: Number
+    bytes_down_per_client: Number
+    bytes_up_per_client: Number
+    result: dict[ScoreName, Scores]
+    birth: Provenance
+    condensed: bool = False
+
+
+# -- folders ---------------------------------------------------------------------------------------
+def read_manifest(folder: Path, kind: type[Manifest] = RunManifest) -> dict[str, Any] | None:
+    """The manifest of a finished run; None if it is unfinished."""
+    return read_record(folder / MANIFEST, kind, f"delete {folder} and run again")
+
+
+def verify(folder: Path) -> dict[str, Any] | None:
+    """The manifest, after checking every file against it."""
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        for name in manifest["sha256"]:
+            read_sealed(folder, manifest, name)
+    return manifest
 
 
 @dataclass(frozen=True)
-class StoredRun:
-    """A finished run on disk; history and state are read on demand."""
+class Stored:
+    """A folder with a configuration and a manifest that agree."""
 
     folder: Path
     config: Config
     manifest: Mapping[str, Any]
+    kind: ClassVar[type[Manifest]]
 
-    @staticmethod
-    def open(folder: Path) -> StoredRun:
-        manifest = read_manifest(folder)
+    @classmethod
+    def open(cls: type[S], folder: Path) -> S:
+        manifest = read_manifest(folder, cls.kind)
         if manifest is None:
             raise IntegrityError(f"{folder} holds no finished run (it has no manifest)")
-        text = read_sealed(folder, manifest, "config.toml")
-        config = stored_config(folder / "config.toml", text)
-        run = StoredRun(folder, config, manifest)
-        _check_records(run, check(manifest, RunManifest))
-        return run
+        path = folder / "config.toml"
+        config = stored_config(path, read_sealed(folder, manifest, path.name))
+        found, record = cls(folder, config, manifest), check(manifest, cls.kind)
+        found.check_manifest(record)
+        _check_same_data(folder, record.passport, config)
+        return found
+
+    def check_manifest(self, manifest: Any) -> None:
+        """Raise unless the manifest, of type `kind`, belongs to the configuration."""
 
     @cached_property
     def identity(self) -> Identity:
-        try:
-            return recorded_identity(self.manifest, self.config)
-        except IntegrityError as error:
-            raise IntegrityError(f"the manifest of {self.folder}: {error}") from None
+        return recorded_identity(self.manifest, self.config)
+
+    @property
+    def deployed(self) -> Deployed | None:
+        """Facts about a run on real nodes; None for a simulated one."""
+        passport, facts = self.manifest["passport"], self.manifest
+        birth = facts.get("birth") or facts["births"][0]
+        if "deployed" not in facts and str(birth.get("engine")).startswith("flower"):
+            return Deployed(  # stored before this was recorded
+                nodes=passport.get("clients", 0), own_data="sha256" not in passport, own_model=True,
+                model="a model that was not recorded", parameters=0,
+            )  # fmt: skip
+        return msgspec.convert(facts.get("deployed"), Deployed | None)
+
+
+class StoredRun(Stored):
+    """A finished run on disk; history and state are read on demand."""
+
+    kind = RunManifest
+
+    def check_manifest(self, manifest: RunManifest) -> None:
+        found, config, rounds = self.identity, self.config, self.config.train.rounds
+        agree(
+            f"the run in {self.folder}",
+            fingerprint=(manifest.fingerprint, fingerprint(config)),
+            settings=(found.settings, fingerprint(config)),
+            data=(found.data, manifest.passport.dataset_sha256),
+            version=(found.version, min(max(found.version, 1), version_of(config.method))),
+            name=(manifest.name, config.name),
+            method=(manifest.method, config.method.label),
+            protocol=(manifest.protocol, config.protocol),
+            starts_from=(manifest.starts_from, config.model.weights_sha256 or "scratch"),
+            seed=(manifest.birth.seed, config.train.seed),
+            rounds=(manifest.rounds, min(manifest.rounds, rounds)),
+            diverged_at=(manifest.diverged_at or 0, min(manifest.diverged_at or 0, rounds)),
+        )
 
     def history(self, with_state: bool = True) -> History:
         """`with_state` False: with an empty state, so that the final model is not read."""
@@ -118,27 +291,7 @@ def stored_config(path: Path, content: bytes) -> Config:
         raise BadInput(f"{path} cannot be used: {error}") from None
 
 
-def _check_records(run: StoredRun, manifest: RunManifest) -> None:
-    """Raise unless manifest and identity belong to the configuration."""
-    found, config, rounds = run.identity, run.config, run.config.train.rounds
-    agree(
-        f"the run in {run.folder}",
-        fingerprint=(manifest.fingerprint, fingerprint(config)),
-        settings=(found.settings, fingerprint(config)),
-        data=(found.data, manifest.passport.dataset_sha256),
-        version=(found.version, min(max(found.version, 1), version_of(config.method))),
-        name=(manifest.name, config.name),
-        method=(manifest.method, config.method.label),
-        protocol=(manifest.protocol, config.protocol),
-        starts_from=(manifest.starts_from, config.model.weights_sha256 or "scratch"),
-        seed=(manifest.birth.seed, config.train.seed),
-        rounds=(manifest.rounds, min(manifest.rounds, rounds)),
-        diverged_at=(manifest.diverged_at or 0, min(manifest.diverged_at or 0, rounds)),
-    )
-    check_same_data(run.folder, manifest.passport, config)
-
-
-def check_same_data(folder: Path, passport: Partition, config: Config) -> None:
+def _check_same_data(folder: Path, passport: PartitionRecord, config: Config) -> None:
     """Raise unless the partition is that of the configuration, as far as it was recorded."""
     asked = msgspec.to_builtins(config.partition)
     pairs = {
@@ -152,10 +305,6 @@ def check_same_data(folder: Path, passport: Partition, config: Config) -> None:
     agree(folder, **{fact: pair for fact, pair in pairs.items() if pair[0] is not None})
 
 
-def _where_reported(reported: Sequence[int], known: Sequence[int] | None) -> list[int]:
-    return [size and one for size, one in zip(reported, known or reported, strict=False)]
-
-
 def _check_same_history(run: StoredRun, history: History) -> None:
     """Raise unless the history belongs to this run and is complete."""
     facts, rounds = run.manifest, run.config.train.rounds
@@ -164,15 +313,16 @@ def _check_same_history(run: StoredRun, history: History) -> None:
     whole = rounds if diverged is None else min(last, diverged, rounds - 1)
     samples = {split: counts.tolist() for split, counts in history.samples.items()}
     sizes = facts["passport"].get("split_sizes") or samples
-    if Deployed.of(facts, run.folder) is not None:  # clients that never reported their sizes have 0
+    if run.deployed is not None:  # clients that never reported their sizes have 0
         sizes = {
-            split: _where_reported(counts, sizes.get(split)) for split, counts in samples.items()
+            split: [n and one for n, one in zip(counts, sizes.get(split) or counts, strict=False)]
+            for split, counts in samples.items()
         }
     counters = (history.exchanges, history.bytes_down, history.bytes_up)
     named = [f"{what}_per_client" for what in ("exchanges", "bytes_down", "bytes_up")]
     agree(
         f"the history of the run in {run.folder}",
-        clients=(history.loss.shape[1], run.config.data.clients),
+        clients=(history.clients, run.config.data.clients),
         samples=(samples, sizes),
         last_round=(last, whole),
         traffic=(counters, tuple(facts[name] for name in named)),
@@ -200,5 +350,7 @@ def final_scores(history: History) -> dict[str, dict[str, float]]:
     for (split, model), table in history.accuracy.items():
         if len(history.evaluated) and bool(table[-1].isfinite().any()):
             scores = history.fairness(split, model)
-            found[f"{split}/{model}"] = {name: float(scores[name]) for name in SCORES}
+            found[f"{split}/{model}"] = {
+                name: float(scores[name]) for name in Scores.__struct_fields__
+            }
     return found

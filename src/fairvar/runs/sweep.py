@@ -1,37 +1,53 @@
 """Compute the missing runs of a plan: in one process or several, on this machine or with Ray.
 
-There is no queue and no master. Every worker goes through the groups of runs that train as one
-batch and takes those that are neither finished nor locked. So any number of `fairvar sweep`
-processes may work on one folder, and killing one loses at most the rounds since its last
-checkpoint.
+There is no master. Every worker goes through the groups of runs that train as one batch and takes
+those that are neither finished nor locked. So any number of `fairvar sweep` processes may work on
+one folder, and killing one loses at most the rounds since its last checkpoint. Workers share no
+lock and no queue: the parent asks them to stop through one shared byte, each counts its rounds in
+numbers that only it writes, and each has a pipe for the one line that says why it failed.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from multiprocessing import connection, get_context, parent_process, resource_tracker
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from msgspec.structs import replace
 
-from fairvar.errors import BadInput
-from fairvar.runs.batch import Group, arrange, parts_to_do, run_group, tidy
+from fairvar import process
+from fairvar.errors import (
+    BadInput,
+    FairvarError,
+    IntegrityError,
+    InternalError,
+    RunFailed,
+    explained,
+)
+from fairvar.methods.plugin import load_plugin
+from fairvar.process import INTERRUPTED, Report, stop_signals
+from fairvar.runs.batch import Group, run_group, tidy
 from fairvar.runs.config import Config
 from fairvar.runs.identity import batch_key, forget_files
-from fairvar.runs.runner import Interrupted, Watch, missing, train_runs
-from fairvar.runs.store import LOCKS, MANIFEST, save_files
-from fairvar.runs.workers import Pulse, Task, plain_group, run_workers, work
-from fairvar.system.progress import Report
-from fairvar.system.signals import stop_signals
+from fairvar.runs.runner import Interrupted, Watch, missing, run_folder, train_runs
+from fairvar.runs.store import is_complete
 
 UNITS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
+MOST_RESTARTS = 3
+LONGEST_LINE = 4000  # bytes; writing that many to a pipe never blocks
+SECONDS_TO_END = 5.0  # for a worker without a parent to finish its round and save
+SPAWN = get_context("spawn")
 
 
 @dataclass(frozen=True)
@@ -60,34 +76,23 @@ def parse_shard(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def shard(cells: Sequence[Config], part: int, parts: int, batch: bool = True) -> list[Config]:
-    """Part `part` of `parts`, in whole groups, so that batches do not depend on shards."""
-    if parts == 1:
-        return list(cells)
-    return [cell for group in arrange(cells, batch)[part::parts] for cell in group]
-
-
 def run_sweep(
-    cells: Sequence[Config],
+    groups: Sequence[Group],
     out: Path,
     report: Report,
     workers: int = 1,
     budget: float | None = None,
     save_every: int | None = None,
     plugin: Path | None = None,
-    batch: bool = True,
 ) -> Status:
-    """Compute the missing runs. After an interruption or the end of the budget (seconds), the same
-    call continues.
-
-    batch: runs that differ in numbers only train as one batch; otherwise each by itself.
-    """
+    """Compute the missing runs of these groups (`arrange`). After an interruption or the end of the
+    budget (seconds), the same call continues."""
     if workers < 1 or (save_every is not None and save_every < 1):
         raise BadInput("--workers and --save-every must be at least 1")
     forget_files()
     deadline = None if budget is None else time.monotonic() + budget
+    cells, spent = [cell for group in groups for cell in group], False
     with stop_signals() as asked:
-        spent = False
 
         def stopping() -> bool:
             nonlocal spent
@@ -95,14 +100,14 @@ def run_sweep(
             return spent or asked()
 
         meter = Meter(cells, out, report, workers, asked)
+        todo = [group for group in groups if missing(group, out)]
         try:
-            todo = groups_to_do(cells, out, batch)
             if workers == 1:
                 work(todo, out, stopping, save_every, Pulse(meter.numbers, 0, meter.show))
             elif todo:
-                stop = multiprocessing.get_context("spawn").RawValue("b", 0)
-                groups, count = list(map(plain_group, todo)), min(workers, len(todo))
-                task = Task(groups, out, meter.numbers, stop, count, save_every, plugin)
+                plain, count = list(map(plain_group, todo)), min(workers, len(todo))
+                stop = SPAWN.RawValue("b", 0)
+                task = Task(plain, out, meter.numbers, stop, count, save_every, plugin)
                 run_workers(task, stopping, meter.show)
         except Interrupted:
             pass
@@ -115,40 +120,6 @@ def run_sweep(
         return Status(len(cells), len(cells) - left, 0 if spent else left, reason)
 
 
-def groups_to_do(cells: Sequence[Config], out: Path, batch: bool) -> list[Group]:
-    """Groups of the plan with missing runs."""
-    if not missing(cells, out):
-        return []
-    return [group for group in arrange(cells, batch) if missing(group, out)]
-
-
-class Meter:
-    """Shows finished runs, rounds per second and the progress of runs under way, every second."""
-
-    def __init__(
-        self,
-        cells: Sequence[Config],
-        out: Path,
-        report: Report,
-        workers: int,
-        asked: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.cells, self.out, self.report, self.asked = cells, out, report, asked
-        self.started, self.shown = time.monotonic(), 0.0
-        self.numbers = multiprocessing.get_context("spawn").RawArray("q", 3 * workers)
-
-    def show(self, force: bool = False) -> None:
-        now = time.monotonic()
-        if force or now - self.shown > 1.0:
-            self.shown = now
-            rounds, behind, total = (sum(self.numbers[i::3]) for i in range(3))
-            rate = f"{rounds / max(now - self.started, 1e-9):.3g} rounds/s"
-            under_way = f", {behind / total:.0%} of those under way" if total else ""
-            done = len(self.cells) - len(missing(self.cells, self.out))
-            stop = "; stops after this round, at once if you ask again" if self.asked() else ""
-            self.report(done, len(self.cells), f"runs, {rate}{under_way}{stop}")
-
-
 def crowding(workers: int, threads: int, device: str, cores: int) -> str | None:
     """A warning if the workers have more threads than the machine has cores."""
     if workers * threads <= cores or device != "cpu":
@@ -157,12 +128,11 @@ def crowding(workers: int, threads: int, device: str, cores: int) -> str | None:
             f"use fewer --workers or train.threads=1")  # fmt: skip
 
 
-def project(cells: Sequence[Config], out: Path, workers: int, batch: bool = True) -> float:
+def project(groups: Sequence[Group], out: Path, workers: int) -> float:
     """Seconds that the missing runs will take, from a few timed rounds of each kind of group."""
     seconds: dict[tuple[Any, ...], float] = {}
     costs = []
-    for group in groups_to_do(cells, out, batch):
-        todo = missing(group, out)
+    for todo in filter(None, (missing(group, out) for group in groups)):
         sort = (*batch_key(todo[0]), len(todo))
         if sort not in seconds:
             seconds[sort] = _seconds_per_group(todo)
@@ -185,53 +155,223 @@ def _seconds_per_group(cells: Sequence[Config]) -> float:
     return rounds * plain + rounds / every * max(with_evaluation - plain, 0.0)
 
 
-# -- on a Ray cluster ------------------------------------------------------------------------------
-def run_on_ray(
-    cells: Sequence[Config], out: Path, address: str, report: Report, batch: bool = True
+class Meter:
+    """Shows finished runs, rounds per second and the progress of runs under way, every second."""
+
+    def __init__(
+        self,
+        cells: Sequence[Config],
+        out: Path,
+        report: Report,
+        workers: int,
+        asked: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.cells, self.out, self.report, self.asked = cells, out, report, asked
+        self.started, self.shown = time.monotonic(), 0.0
+        self.numbers = SPAWN.RawArray("q", 3 * workers)
+
+    def show(self, force: bool = False) -> None:
+        now = time.monotonic()
+        if force or now - self.shown > 1.0:
+            self.shown = now
+            rounds, behind, total = (sum(self.numbers[i::3]) for i in range(3))
+            rate = f"{rounds / max(now - self.started, 1e-9):.3g} rounds/s"
+            under_way = f", {behind / total:.0%} of those under way" if total else ""
+            done = len(self.cells) - len(missing(self.cells, self.out))
+            stop = "; stops after this round, at once if you ask again" if self.asked() else ""
+            self.report(done, len(self.cells), f"runs, {rate}{under_way}{stop}")
+
+
+class Pulse:
+    """What a worker has done, as three numbers that its parent reads: rounds since it started, and
+    rounds done and in all of the present group. A round of ten runs in one batch counts ten."""
+
+    def __init__(self, numbers: Any, worker: int, after: Callable[[], None]) -> None:
+        self.numbers, self.place, self.after, self.last = numbers, 3 * worker, after, 0
+
+    def beat(self, runs: int, done: int, total: int) -> None:
+        new = done - self.last if self.last else 1  # a resumed run starts at any round
+        self.last = done
+        rounds = self.numbers[self.place] + runs * new
+        self.numbers[self.place : self.place + 3] = rounds, runs * done, runs * total
+        self.after()
+
+    def rest(self) -> None:
+        self.last = 0
+        self.numbers[self.place + 1 : self.place + 3] = 0, 0
+
+
+def work(
+    groups: Iterable[Group],
+    out: Path,
+    stopping: Callable[[], bool],
+    save_every: int | None,
+    pulse: Pulse,
 ) -> None:
-    """Compute the missing groups on a Ray cluster. It needs no shared disk: tasks return their
-    files and this process stores them."""
-    ray = _import_ray()
-    todo = [part for group in arrange(cells, batch) for part in parts_to_do(group, out)]
-    ray.init(address=address, log_to_driver=False)
+    """Compute the groups that no other process computes."""
+    for group in groups:
+        if stopping():
+            raise Interrupted("stopped between two runs; the same command continues")
+        progress = partial(pulse.beat, len(missing(group, out)))
+        run_group(group, out, Watch(progress, stopping, save_every))
+        pulse.rest()
+
+
+# -- worker processes ------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Task:
+    """What all workers share."""
+
+    groups: Sequence[dict[str, Any]]
+    out: Path
+    numbers: Any  # shared; three for each worker's `Pulse`
+    stop: Any  # shared byte: 1 asks all workers to save and stop
+    workers: int
+    save_every: int | None = None
+    plugin: Path | None = None
+
+    def todo(self, worker: int) -> Iterator[Group]:
+        """Groups with missing runs. Workers start at different places, so that they rarely ask for
+        the same lock."""
+        count = len(self.groups)
+        for place in (*range(worker, count, self.workers), *range(count)):
+            group = self.groups[place]
+            if not all(is_complete(self.out / name) for name in group):
+                yield _configs(group)
+
+
+def run_workers(task: Task, stopping: Callable[[], bool], show: Callable[[], None]) -> None:
+    """Start the workers, which all go through the same list; one that is killed is restarted."""
+    running: dict[int, Worker] = {}
+    absent, restarts, failure = list(range(task.workers)), 0, None
     try:
-        with stop_signals() as asked:  # after ray.init, which replaces the handler of SIGTERM
-            task = ray.remote(max_retries=3)(compute_files)
-            pending = [task.remote([cell.to_toml() for cell in part]) for part in todo]
-            while pending:
-                if asked():
-                    raise Interrupted("interrupted; the same command continues")
-                ready, _ = ray.wait(pending, num_returns=1, timeout=1.0)
-                for reference in ready:
-                    pending.remove(reference)
-                    save_new(out, ray.get(reference))
-                done = len(cells) - len(missing(cells, out))
-                report(done, len(cells), f"runs, on Ray at {address}")
+        while running or absent:
+            for number in absent:
+                running[number] = Worker(task, number)
+            absent = []
+            time.sleep(0.2)
+            if failure or stopping():
+                task.stop.value = 1
+                for worker in running.values():
+                    # While a worker imports modules it cannot stop, and has nothing to lose.
+                    if not worker.ready.value:
+                        worker.end()
+            show()
+            for number, worker in list(running.items()):
+                if worker.exit_code is None:
+                    continue
+                del running[number]
+                if worker.was_killed and (task.stop.value or stopping()):
+                    continue
+                restarts += worker.was_killed
+                if worker.was_killed and restarts <= MOST_RESTARTS:
+                    absent.append(number)
+                elif worker.exit_code != 0:
+                    failure = failure or worker.failure()
     finally:
-        ray.shutdown()
+        for worker in running.values():  # after a second Ctrl-C
+            worker.end()
+    if failure:
+        raise failure
+    if task.stop.value:
+        raise Interrupted("stopped")
 
 
-def compute_files(group: Sequence[str]) -> dict[str, bytes]:
-    """A Ray task: compute a batch of runs, given as TOML, and return the files of their folders."""
-    with TemporaryDirectory() as name:
-        out = Path(name)
-        run_group(tuple(Config.from_toml(text) for text in group), out, Watch())
-        kept = [f for f in sorted(out.glob("*/*")) if f.parent.name != LOCKS]
-        return {str(f.relative_to(out)): f.read_bytes() for f in kept}
+class Worker:
+    """A worker process, seen by its parent."""
+
+    def __init__(self, task: Task, number: int) -> None:
+        self.failing, writing = SPAWN.Pipe(duplex=False)
+        self.ready = SPAWN.RawValue("b", 0)
+        self.process = SPAWN.Process(target=_worker, args=(task, number, self.ready, writing))
+        resource_tracker.ensure_running()  # it would unblock the signals if it started below
+        # A broken pipe: it was killed before it got its argument.
+        with process.blocked_signals(), suppress(BrokenPipeError):
+            self.process.start()
+        writing.close()  # so that reading ends when the worker ends
+
+    @property
+    def exit_code(self) -> int | None:
+        return -signal.SIGKILL if self.process.pid is None else self.process.exitcode
+
+    @property
+    def was_killed(self) -> bool:
+        """By a signal, not by an error of its work."""
+        return self.exit_code is not None and (self.exit_code < 0 or self.exit_code == INTERRUPTED)
+
+    def failure(self) -> FairvarError:
+        """The worker's error, with the same type and message."""
+        code = self.exit_code or 0
+        try:
+            text = self.failing.recv_bytes(LONGEST_LINE).decode(errors="replace")
+        except (EOFError, OSError):  # it ended before it could say why
+            text = f"a worker ended with exit code {code}; the cells that are finished are kept"
+            return RunFailed(text)
+        return failure_of(code, text)
+
+    def end(self) -> None:
+        """At once."""
+        if self.process.pid is not None:
+            self.process.kill()
+            self.process.join(SECONDS_TO_END)
 
 
-def save_new(out: Path, files: Mapping[str, bytes]) -> None:
-    """Store these files, given as folder/name, except those of runs that are stored already."""
-    done = {path.parent.name for path in out.glob(f"*/{MANIFEST}")}
-    save_files(out, {n: f for n, f in files.items() if n.partition("/")[0] not in done}, depth=2)
+def _worker(task: Task, number: int, ready: Any, failing: Any) -> None:
+    """The worker process. Its parent, a signal or the end of its parent asks it to stop; Ctrl-C
+    does not, because a terminal sends it to the parent as well. `ready` is a shared byte, 1 when
+    the worker has something to save; `failing` is the writing end of its pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leaving = threading.Event()
+    threading.Thread(target=_stop_without_parent, args=(leaving,), daemon=True).start()
+    with process.handled(lambda signal_number, frame: leaving.set()):
+        process.unblock_signals()
+        try:
+            load_plugin(task.plugin)
+            ready.value = 1
+            first = Config.from_dict(next(iter(task.groups[0].values())))
+            mine = device_for(number, first.train.device, torch.cuda.device_count())
+            if (
+                mine != first.train.device
+            ):  # make "cuda" mean this worker's GPU, in no configuration
+                torch.cuda.set_device(mine)
+            pulse = Pulse(task.numbers, number, lambda: None)
+            stopping = lambda: bool(task.stop.value) or leaving.is_set()  # noqa: E731
+            work(task.todo(number), task.out, stopping, task.save_every, pulse)
+        except Exception as error:
+            found = explained(error)
+            with suppress(OSError):  # the parent may have ended
+                failing.send_bytes(str(found).encode()[:LONGEST_LINE])
+            raise SystemExit(found.exit_code) from None
 
 
-def _import_ray() -> Any:
-    # By default Ray listens on every network interface and sends usage statistics.
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError:
-        raise BadInput('--ray needs Ray: pip install "fairvar[ray]"') from None
-    return ray
+def _stop_without_parent(leaving: threading.Event) -> None:
+    """A thread: without its parent a worker saves and stops, or is ended after some seconds."""
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        leaving.set()
+        time.sleep(SECONDS_TO_END)
+        os._exit(INTERRUPTED)
+
+
+def plain_group(group: Group) -> dict[str, Any]:
+    """A group as plain values, for another process."""
+    return {run_folder(cell, Path()).name: cell.to_dict() for cell in group}
+
+
+def _configs(group: dict[str, Any]) -> Group:
+    cells = tuple(Config.from_dict(values) for values in group.values())
+    if plain_group(cells).keys() != group.keys():
+        raise RunFailed("the data or the plugin were changed since the sweep began; start it again")
+    return cells
+
+
+def failure_of(exit_code: int, text: str) -> FairvarError:
+    """The error of another process, with the same type and message."""
+    kinds = {kind.exit_code: kind for kind in (BadInput, IntegrityError, InternalError)}
+    return kinds.get(exit_code, RunFailed)(text)
+
+
+def device_for(worker: int, device: str, count: int) -> str:
+    """Workers are distributed over the GPUs if the configuration says "cuda" without a number."""
+    return f"cuda:{worker % count}" if device == "cuda" and count > 1 else device

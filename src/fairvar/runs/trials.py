@@ -1,5 +1,5 @@
-"""One configuration of a method with all its seeds (`Trial`), and the one chosen for each method
-on validation data (`Result`)."""
+"""Configurations with all their seeds (`Trial`), those chosen for each method on validation data
+(`Result`), and all runs on one federation (`Group`)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Float64, Int64
 
+from fairvar.data import Dirichlet
 from fairvar.engine.history import History
 from fairvar.errors import BadInput
 from fairvar.methods.base import Method
 from fairvar.metrics import Fairness, mean_and_variance
+from fairvar.runs.config import Config, parse_toml
 from fairvar.runs.identity import Identity
 from fairvar.runs.select import Criterion, Curve, Validation, best
-from fairvar.runs.stored import StoredRun
+from fairvar.runs.store import read_sealed
+from fairvar.runs.stored import Deployed, StoredRun
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Summary:
 
     @staticmethod
     def of(histories: Sequence[History]) -> Summary:
-        births = [history.birth for history in histories]
+        births = [history.provenance for history in histories]
         if any(history.diverged_at is not None for history in histories):
             return Summary((), True, {}, {}, births)
         first = histories[0]
@@ -107,6 +110,11 @@ class Trial:
         """Those whose test accuracy was measured; none if a seed diverged."""
         return list(self.summary.last)
 
+    def reported(self, model: str) -> str:
+        """The model that this trial is chosen and compared by where others are by `model`: the
+        personal ones, if the method has such, since its clients use these."""
+        return model if self.method.personal is None else self.method.reported_model
+
     def validated(self, model: str) -> bool:
         """Whether any client has validation data for this model."""
         curve = self.summary.valid.get(model)
@@ -118,6 +126,10 @@ class Trial:
         known = self.summary
         curve = None if known.diverged else known.valid[model]
         return Validation(known.rounds, curve, len(known.births), strength)
+
+    def accuracy(self, model: str) -> Float64[np.ndarray, "seeds rounds n"]:
+        """Test accuracy of every client at the evaluated rounds."""
+        return np.stack([h.accuracy["test", model].numpy() for h in self.histories])
 
     def test(self, model: str, at: int) -> list[Fairness]:
         """Test fairness of every seed at one evaluated round."""
@@ -140,14 +152,19 @@ class Result:
     trial: Trial
     at: int | None
     configurations: int
+    model: str = ""  # reported by this one instead of the group's
 
     @property
     def label(self) -> str:
         return self.trial.label
 
+    def reported(self, model: str) -> str:
+        """The model that this result is about where others are about `model`."""
+        return self.model or model
+
     def seed_accuracy(self, model: str) -> Float64[np.ndarray, "seeds n"]:
         """Test accuracy by (seed, client) at the chosen round."""
-        return np.stack([h.accuracy["test", model][self.at].numpy() for h in self.trial.histories])
+        return self.trial.accuracy(model)[:, self.at]
 
     def window(
         self, model: str
@@ -157,22 +174,98 @@ class Result:
         rounds = np.array(self.trial.summary.rounds)
         assert self.at is not None
         near = np.abs(rounds - rounds[self.at]) <= rounds[-1] / 8
-        tables = np.stack([h.accuracy["test", model].numpy() for h in self.trial.histories])
-        means, variances = mean_and_variance(tables)
+        means, variances = mean_and_variance(self.trial.accuracy(model))
         return means[:, near].mean(1), variances[:, near].mean(1)
 
     def late(self, model: str) -> Float64[np.ndarray, "rounds seeds n"]:
         """Test accuracy in the last quarter of the rounds: the same rounds for every method."""
-        tables = [h.accuracy["test", model].numpy() for h in self.trial.histories]
-        return np.stack(tables, axis=1)[late_rounds(np.array(self.trial.summary.rounds))]
+        evaluated = self.trial.histories[0].evaluated.numpy()
+        late = self.trial.accuracy(model)[:, evaluated > 0.75 * evaluated[-1]]
+        return np.ascontiguousarray(late.swapaxes(0, 1))
 
     def samples(self) -> Int64[np.ndarray, " n"]:
         return self.trial.histories[0].samples["test"].numpy()
 
 
-def late_rounds(evaluated: Int64[np.ndarray, " rounds"]) -> Bool[np.ndarray, " rounds"]:
-    """Marks the evaluated rounds in the last quarter of the run."""
-    return evaluated > 0.75 * evaluated[-1]
+@dataclass(frozen=True)
+class Group:
+    """All runs on one federation."""
+
+    config: Config  # of one of the runs; method, lr and seed vary within the group
+    criterion: Criterion  # how the results were chosen, and by which model
+    passport: Mapping[str, Any]
+    federation: Mapping[str, Any] | None  # classes by client, if they were recorded
+    trials: Sequence[Trial]
+    results: Sequence[Result]
+    data: str = ""  # start of the data's SHA-256, if several data sets have the same name
+    deployed: Deployed | None = None  # None: simulated
+
+    @property
+    def own_data(self) -> bool:
+        """Whether nodes used their own files, which the configuration does not describe."""
+        return self.deployed is not None and self.deployed.own_data
+
+    @property
+    def alpha(self) -> float | None:
+        partition = self.config.partition
+        return None if self.own_data or not isinstance(partition, Dirichlet) else partition.alpha
+
+    @property
+    def dataset(self) -> str:
+        return f"{self.source} [{self.data}]" if self.data else self.source
+
+    @property
+    def source(self) -> str:
+        """The name of the data set, or whose data they were."""
+        if self.deployed is not None and self.deployed.own_data:
+            return f"own data of {self.deployed.where}"
+        return self.config.data.name
+
+    @property
+    def kind(self) -> list[str]:
+        """What distinguishes federations of one data set and alpha, if it is not the default."""
+        deployed = ["deployed"] if self.deployed is not None and not self.own_data else []
+        return deployed + [self.config.protocol] * (self.config.protocol != "boxes")
+
+    @property
+    def model(self) -> str:
+        if self.deployed is None:
+            return self.config.model.name
+        size = self.deployed.parameters
+        return self.deployed.model + (f" ({size:,} parameters)" if size else "")
+
+    @property
+    def validated(self) -> bool:
+        """Whether there were validation data to choose by."""
+        return validated(self.trials, self.criterion.model)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The configuration of one run as it was stored, without what a deployed run did not use.
+        Options that fairvar got since then are not added."""
+        run = first_run(self.results)
+        text = read_sealed(run.folder, run.manifest, "config.toml").decode()
+        values = parse_toml(text, "config.toml")
+        if self.own_data:
+            del values["partition"]
+            values["data"] = {k: values["data"][k] for k in ("name", "clients", "seed", "split")}
+        if self.deployed is not None and self.deployed.own_model:
+            del values["model"]["name"]
+        return values
+
+    @property
+    def births(self) -> list[Mapping[str, Any]]:
+        """The provenance of every run, also of those of which only a summary was kept."""
+        return [birth for trial in self.trials for birth in trial.summary.births]
+
+
+def first_run(results: Sequence[Result]) -> StoredRun:
+    """One of the chosen runs, so that a report from condensed runs is the same."""
+    runs = (run for r in results for run in r.trial.source if isinstance(run, StoredRun))
+    for run in runs:
+        return run
+    raise BadInput("only summaries were kept of what is chosen here; use the options that the runs "
+                   "were condensed with")  # fmt: skip
 
 
 def choose(trials: Iterable[Trial], criterion: Criterion) -> list[Result]:
@@ -188,7 +281,7 @@ def choose(trials: Iterable[Trial], criterion: Criterion) -> list[Result]:
         if blind:
             results.append(_only(label, group))
             continue
-        choice = best([t.validation(criterion.model) for t in group], criterion)
+        choice = best([t.validation(t.reported(criterion.model)) for t in group], criterion)
         failed = choice.score == float("-inf")
         results.append(Result(group[choice.number], None if failed else choice.at, len(group)))
     return results
@@ -196,7 +289,7 @@ def choose(trials: Iterable[Trial], criterion: Criterion) -> list[Result]:
 
 def validated(trials: Sequence[Trial], model: str) -> bool:
     """Whether there are validation data to choose by; also true if every trial diverged."""
-    return all(trial.validated(model) for trial in trials if not trial.diverged)
+    return all(t.validated(t.reported(model)) for t in trials if not t.diverged)
 
 
 def _only(label: str, group: Sequence[Trial]) -> Result:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,19 +19,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from msgspec.structs import replace
-from torch import Tensor
 
 from fairvar import rng
 from fairvar.engine.history import History
-from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.runs.archive import ARCHIVE, LIST, Condensed, extract, unpacked, write_list
 from fairvar.runs.config import Config
 from fairvar.runs.identity import identity_of
 from fairvar.runs.results import places, stored_runs
-from fairvar.runs.runner import federation_of, model_of
-from fairvar.runs.store import is_complete, verify
-from fairvar.runs.stored import Deployed, StoredRun, final_scores
+from fairvar.runs.runner import train_runs
+from fairvar.runs.store import is_complete
+from fairvar.runs.stored import StoredRun, final_scores, verify
 
 
 class Tolerance(NamedTuple):
@@ -119,7 +117,7 @@ def seal_archive(folder: Path) -> tuple[Path, int]:
     with tempfile.TemporaryDirectory(prefix="fairvar-") as place:
         contents = extract(folder / ARCHIVE, Path(place))
         checked = check_files(Path(place))
-    return write_list(folder, *contents), checked
+    return write_list(folder, contents), checked
 
 
 def draw(runs: Sequence[StoredRun], number: int, seed: int) -> list[StoredRun]:
@@ -135,33 +133,19 @@ def draw(runs: Sequence[StoredRun], number: int, seed: int) -> list[StoredRun]:
 
 def _elsewhere(run: StoredRun) -> bool:
     """Whether the run was deployed with data or a model that are not available here."""
-    deployed = Deployed.of(run.manifest, run.folder)
-    return deployed is not None and (deployed.own_data or deployed.own_model)
+    there = run.deployed
+    return there is not None and (there.own_data or there.own_model)
 
 
-def rerun(
-    run: StoredRun,
-    evaluations: int,
-    device: str = "cpu",
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Agreement:
+def rerun(run: StoredRun, evaluations: int, device: str = "cpu") -> Agreement:
     """Run the rounds up to the given number of evaluations again, and compare."""
     stored, config = run.history(), run.config
     evaluated = stored.evaluated[:evaluations]
     if not len(evaluated):
         raise BadInput(f"{run.folder.name} was never evaluated: there is nothing to compare")
     _check_here(run)
-    settings = replace(config.train, rounds=int(evaluated[-1]), device=device)
-    federation = federation_of(config)
-    again = run_rounds(
-        model_of(config, federation),
-        federation,
-        config.method,
-        config.model.loss,
-        settings,
-        config.evaluate,
-        progress=progress,
-    )
+    train = replace(config.train, rounds=int(evaluated[-1]), device=device)
+    (again,) = train_runs([replace(config, train=train)])
     return compared(run, stored, again)
 
 
@@ -187,12 +171,7 @@ def compared(run: StoredRun, stored: History, again: History) -> Agreement:
         samples = again.samples[key[0]].double()
         accuracy = max(accuracy, float(gap.nanmean(1).abs().max()))
         answers = max(answers, float((gap.abs() * samples).nansum(1).max() / samples.sum()))
-    seen = torch.isin(again.observed + 1, again.evaluated)
-    loss = _relative(again.loss[seen], stored.loss[:rows])
+    known = stored.loss[:rows]
+    gaps = (again.at_evaluations().loss - known).abs() / known.abs().clamp_min(1e-3)
+    loss = max(gaps[torch.isfinite(gaps)].tolist(), default=0.0)
     return Agreement(run, again.rounds, accuracy, answers, loss)
-
-
-def _relative(a: Tensor, b: Tensor) -> float:
-    gap = (a - b).abs() / b.abs().clamp_min(1e-3)
-    measured = gap[torch.isfinite(gap)]
-    return float(measured.max()) if len(measured) else 0.0

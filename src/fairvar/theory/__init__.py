@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from fairvar.theory import (
-    decompositions,
-    expectation,
-    identities,
-    optimality,
-    stationary,
-    trajectories,
-)
+from fairvar.theory import gradients, theorems
 from fairvar.theory.claim import Claim
 
 __all__ = ["Claim", "claims"]
@@ -17,5 +10,5 @@ __all__ = ["Claim", "claims"]
 
 def claims() -> list[Claim]:
     """All claims, computed now in float64; the same numbers every time."""
-    groups = (identities, expectation, stationary, optimality, trajectories, decompositions)
-    return [claim for group in groups for claim in group.claims()]
+    return [*gradients.of_objectives(), *theorems.claims(), *gradients.of_trajectories(),
+            *gradients.of_methods()]  # fmt: skip

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from fairvar.data.readers import Layout, Samples, reason, refused
-from fairvar.data.readers.archives import Tree, open_tree
-from fairvar.errors import BadInput, FairvarError
+from fairvar.data.readers import Layout, Samples, Tree, open_tree, refused
+from fairvar.errors import BadInput, FairvarError, cause
 
 ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm", ".pgm")
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM")
@@ -46,7 +45,7 @@ def pillow_image(where: str, content: bytes) -> Iterator[Any]:
     except UnidentifiedImageError:  # its text is an address in memory
         raise refused(where, f"it is no intact image of the kinds {', '.join(FORMATS)}") from None
     except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
-        raise refused(where, f"it is no intact image ({reason(error)})") from None
+        raise refused(where, f"it is no intact image ({cause(error)})") from None
 
 
 def decode(
@@ -175,13 +174,9 @@ def read_folder(paths: Sequence[Path]) -> Samples:
 def _parts(folder: Path) -> tuple[str, str] | None:
     """The names of the two parts, if the folder is divided into a training and a test one."""
     for test in ("test", "val"):
-        if all(any(e.is_dir() for e in _entries(folder / part)) for part in ("train", test)):
+        if all(any((folder / part).glob("*/")) for part in ("train", test)):
             return "train", test
     return None
-
-
-def _entries(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
 
 
 TINY_LAYOUTS = (Layout(match_tiny, read_tiny, cached=True),)

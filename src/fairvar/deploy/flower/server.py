@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,35 +20,42 @@ from typing import Any
 import msgspec
 import torch
 from filelock import Timeout
-from flwr.app import Context
-from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp import (
+    GaussianPrivacyEvent,
+    Grid,
+    NeighboringRelation,
+    PrivacyConfig,
+    SamplingMethod,
+)
+from flwr.supercore.differential_privacy import (
+    KEY_CLIPPING_NORM,
+    add_gaussian_noise_inplace,
+    compute_stdv,
+)
 from torch import nn
 
-from fairvar.deploy.flower.apps import Model
-from fairvar.deploy.flower.privacy import check_fits, noisy, request_facts, spent
-from fairvar.deploy.flower.secure import check_model
-from fairvar.deploy.flower.secure_server import SecureTransport
-from fairvar.deploy.flower.setup import Setup, read_setup
+from fairvar.deploy.client import sends_loss
+from fairvar.deploy.flower.secure import SecureTransport
+from fairvar.deploy.flower.setup import SECURE, PrivacySettings, Setup
 from fairvar.deploy.flower.transport import LOG, GridTransport
-from fairvar.deploy.guard import Refusal
-from fairvar.deploy.notes import Notes, RoundNote
+from fairvar.deploy.guard import FederationSettings, Notes, Refusal, RoundNote
 from fairvar.deploy.run import Federated, check_start, federate, first_state
-from fairvar.deploy.settings import FederationSettings
 from fairvar.engine.history import History
-from fairvar.engine.state import DoesNotFit, State
+from fairvar.engine.state import DoesNotFit, Outcome, State
 from fairvar.engine.train import Checkpoint
 from fairvar.errors import BadInput, IntegrityError, RunFailed
+from fairvar.methods.base import Method
 from fairvar.runs.identity import (
     Identity,
     checkpoint_key,
     code_of,
+    code_sha256,
     data_sha256,
     fingerprint,
     version_of,
 )
 from fairvar.runs.runner import federation_of, record_federation, run_files
 from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
-from fairvar.runs.source_code import code_sha256
 from fairvar.runs.store import (
     check_writable,
     is_complete,
@@ -58,20 +66,10 @@ from fairvar.runs.store import (
     write_text,
 )
 from fairvar.runs.stored import Deployed, StoredRun
-from fairvar.tree import Tree
+from fairvar.tree import size
 
 FAILED = "failed.txt"
 SECONDS_FOR_ANOTHER = 60.0  # for another server of this run to end
-
-
-def make_server_app(model: Model | None) -> ServerApp:
-    app = ServerApp()
-
-    def main(grid: Grid, context: Context) -> None:
-        run_on(grid, read_setup(context.run_config, model))
-
-    app.main()(main)
-    return app
 
 
 def run_on(grid: Grid, setup: Setup) -> Path:
@@ -106,40 +104,57 @@ def _one_server(folder: Path) -> Iterator[None]:
 
 
 def _rounds(grid: Grid, setup: Setup, folder: Path) -> Federated:
-    key = checkpoint_key(_identity(setup))
+    agreed, privacy = setup.agreed, setup.privacy
+    key, first, facts = checkpoint_key(_identity(setup)), first_state(agreed), {}
+    if privacy is not None:
+        check_fits(privacy, setup.config.method, first)
+        facts[KEY_CLIPPING_NORM] = privacy.clipping_norm
+    transport = GridTransport(grid, agreed.clients, facts)
+    if setup.secure is not None:
+        transport = SecureTransport(grid, agreed.clients, facts, setup.secure)
+        if first.buffers:
+            raise BadInput(f"{SECURE} = true: a model with batch norm has statistics of unknown "
+                           "size, which the sum's range cannot hold; take group norm")  # fmt: skip
 
     def keep(done: int, make: Callable[[], Checkpoint]) -> None:
-        write_checkpoint(folder, done, pack_checkpoint(make(), key))
+        write_checkpoint(folder, done, {folder.name: pack_checkpoint(make(), key)})
         LOG.info("round %s of %s", done, setup.config.train.rounds)
 
-    privacy = setup.privacy
-    if privacy is not None:
-        check_fits(privacy, setup.config.method, first_state(setup.agreed))
-    if setup.secure is not None:
-        check_model(first_state(setup.agreed))
-    return federate(
-        setup.agreed,
-        setup.rules,
-        _transport(grid, setup),
-        _start(setup, folder),
-        keep=keep,
-        finish=lambda outcome: outcome if privacy is None else noisy(outcome, privacy),
-    )
+    def finish(outcome: Outcome) -> Outcome:
+        return outcome if privacy is None else noisy(outcome, privacy)
+
+    start = _start(setup, folder, first)
+    return federate(agreed, setup.rules, transport, start, keep, finish)
 
 
 def _store(setup: Setup, folder: Path, history: History, notes: Notes) -> None:
-    passport = None
+    passport, model = None, setup.agreed.model
     if setup.own_data:
         passport = {"dataset": setup.config.data.name, "clients": setup.agreed.clients}
     else:
         record_federation(folder.parent, federation_of(setup.config))
+    terms = {
+        "federation": setup.rules,
+        "privacy": setup.privacy,
+        "privacy_spent": spent(setup.privacy, setup.agreed.clients, history.rounds),
+        "secure": setup.secure,
+        "start": setup.start and str(setup.start),
+    }
     more = {
         "refused.csv": _csv(notes.refused, Refusal._fields),  # every reply that was left out
         "rounds.csv": _csv(notes.rounds, RoundNote._fields),  # the clients of every round
-        "federation.json": _terms(setup, history.rounds),
+        "federation.json": msgspec.json.encode(terms, order="sorted"),
     }
-    files = run_files(setup.config, history, passport, more, _identity(setup),
-                      deployed=_deployed(setup, history))  # fmt: skip
+    sizes = history.samples.get("train")
+    deployed = Deployed(
+        nodes=0 if sizes is None else int((sizes > 0).sum()),
+        own_data=setup.own_data,
+        own_model=setup.own_model,
+        model=type(model).__name__ if setup.own_model else setup.config.model.name,
+        parameters=size(history.state.params),
+    )
+    identity = _identity(setup)
+    files = run_files(setup.config, history, passport, more, identity, deployed=deployed)
     store_run(folder, files)
     limits = (("weight_cap", "limited", "a client's weight"),
               ("norm_bound", "shortened", "what a client sent"))  # fmt: skip
@@ -150,25 +165,17 @@ def _store(setup: Setup, folder: Path, history: History, notes: Notes) -> None:
                         column)  # fmt: skip
 
 
-def _deployed(setup: Setup, history: History) -> Deployed:
-    """Facts for reports: the server sees neither the data nor their partition."""
-    model, sizes = setup.agreed.model, history.samples.get("train")
-    return Deployed(
-        nodes=0 if sizes is None else int((sizes > 0).sum()),
-        own_data=setup.own_data,
-        own_model=setup.own_model,
-        model=type(model).__name__ if setup.own_model else setup.config.model.name,
-        parameters=sum(leaf.numel() for leaf in history.state.params.values()),
-    )
+def _csv(rows: Sequence[tuple[Any, ...]], fields: Sequence[str]) -> bytes:
+    """A table with one row per record; lists are separated by spaces."""
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(fields)
+    for row in rows:
+        writer.writerow([" ".join(map(str, v)) if isinstance(v, list | tuple) else v for v in row])
+    return text.getvalue().encode()
 
 
-def _transport(grid: Grid, setup: Setup) -> GridTransport:
-    facts, clients = request_facts(setup.privacy), setup.agreed.clients
-    if setup.secure is None:
-        return GridTransport(grid, clients, facts)
-    return SecureTransport(grid, clients, setup.secure, facts)
-
-
+# -- what the run is, and where it starts ----------------------------------------------------------
 def folder_of(setup: Setup) -> Path:
     """The name of a simulated run's folder, followed by "-flower"."""
     return setup.out / _identity(setup).name
@@ -191,52 +198,47 @@ def _identity(setup: Setup) -> Identity:
 
 def _further_settings(setup: Setup) -> dict[str, object]:
     """What decides the numbers and is not in the configuration; None for defaults."""
-    rules, usual, agreed = setup.rules, FederationSettings(), setup.agreed
-    caps, usual_caps = ((r.loss_cap, r.weight_cap, r.largest) for r in (rules, usual))
-    bounds, usual_bounds = (
-        (r.norm_bound, r.mean_loss_bound, r.average, r.liars) for r in (rules, usual)
-    )
+    agreed, model = setup.agreed, setup.agreed.model
+    caps = _unusual(setup.rules, "loss_cap", "weight_cap", "largest")
+    bounds = _unusual(setup.rules, "norm_bound", "mean_loss_bound", "average", "liars")
+    tensors = model.state_dict() if isinstance(model, nn.Module) else {}
+    outline = repr(model), {name: tuple(leaf.shape) for name, leaf in tensors.items()}
     return {
-        "caps": None if caps == usual_caps else caps,
+        "caps": caps,
         "privacy": setup.privacy,
         "secure": setup.secure,
         "start": None if setup.start is None else StoredRun.open(setup.start).manifest["sha256"],
         "data": (agreed.input_shape, agreed.classes) if setup.own_data else None,
-        "model": _outline(agreed.model) if setup.own_model else None,
-        **({} if bounds == usual_bounds else {"defences": bounds}),
+        "model": outline if setup.own_model else None,
+        **({} if bounds is None else {"defences": bounds}),
     }
 
 
-def _outline(model: nn.Module | str) -> object:
-    """Layers and tensor shapes of the app's own model."""
-    tensors = model.state_dict() if isinstance(model, nn.Module) else {}
-    return repr(model), {name: tuple(leaf.shape) for name, leaf in tensors.items()}
+def _unusual(rules: FederationSettings, *names: str) -> tuple[object, ...] | None:
+    """These settings; None if all have their defaults."""
+    given, usual = (tuple(getattr(r, n) for n in names) for r in (rules, FederationSettings()))
+    return None if given == usual else given
 
 
-def _terms(setup: Setup, rounds: int) -> bytes:
-    """The rules of the run, and the privacy that its rounds have cost."""
-    start = None if setup.start is None else str(setup.start)
-    terms = {"federation": setup.rules, "privacy": setup.privacy, "secure": setup.secure}
-    account = spent(setup.privacy, setup.agreed.clients, rounds)
-    return msgspec.json.encode({**terms, "start": start, "privacy_spent": account}, order="sorted")
-
-
-def _start(setup: Setup, folder: Path) -> Checkpoint | None:
+def _start(setup: Setup, folder: Path, fresh: State) -> Checkpoint | None:
     """The newest checkpoint of this run, or the run to start from."""
     newest = max(_checkpoints(setup, folder), key=lambda c: c.state.round, default=None)
-    fresh = first_state(setup.agreed)
     if newest is not None or setup.start is None:
         return newest
     trained = StoredRun.open(setup.start)
     state = trained.state()
-    _check_model(state, fresh, setup.start)
+    for group in ("params", "buffers"):
+        shapes = [{name: (leaf.shape, leaf.dtype) for name, leaf in getattr(one, group).items()}
+                  for one in (state, fresh)]  # fmt: skip
+        if shapes[0] != shapes[1]:
+            raise BadInput(f"the model of {setup.start} is not the app's: their {group} differ")
     if state.round >= setup.config.train.rounds:
         raise BadInput(f"the run to start from has {state.round} rounds already; rounds counts "
                        f"them all: give more than {state.round}")  # fmt: skip
     if trained.config.method != setup.config.method:
         LOG.info("%s trained %s: only its model is used", setup.start, trained.config.method)
         state = replace(fresh, round=state.round, params=state.params, buffers=state.buffers)
-    return Checkpoint(state, None)
+    return Checkpoint(replace(state, personal=None), None)  # nodes have their own
 
 
 def _checkpoints(setup: Setup, folder: Path) -> list[Checkpoint]:
@@ -244,7 +246,7 @@ def _checkpoints(setup: Setup, folder: Path) -> list[Checkpoint]:
     only checkpoints of other runs, this run is refused. Other versions of fairvar or torch may
     resume."""
     identity, found, refused = _identity(setup), list[Checkpoint](), list[str]()
-    for payload in read_checkpoints(folder):
+    for payload in (part for files in read_checkpoints(folder) for part in files.values()):
         try:
             checkpoint = unpack_checkpoint(payload, {"identity": identity.sha256})
             check_start(setup.agreed, checkpoint)
@@ -259,21 +261,40 @@ def _checkpoints(setup: Setup, folder: Path) -> list[Checkpoint]:
     return found
 
 
-def _check_model(state: State, fresh: State, where: Path) -> None:
-    for group in ("params", "buffers"):
-        if _shapes(getattr(state, group)) != _shapes(getattr(fresh, group)):
-            raise BadInput(f"the model of {where} is not the app's: their {group} differ")
+# -- differential privacy --------------------------------------------------------------------------
+def check_fits(settings: PrivacySettings, method: Method, state: State) -> None:
+    """Refuse methods that also send losses, gradients or statistics, which get no noise."""
+    more = sends_loss(method) or method.uses_mean_gradient or method.client_weights == "size"
+    if more or state.buffers:
+        what = "batch-norm statistics" if state.buffers else ", ".join(method.reveals)
+        raise BadInput(
+            f"privacy.clipping_norm covers the model alone, but the clients of {method.label} send "
+            f"{what}; use FedAvg with uniform weights and a model without batch norm"
+        )
+    if settings.delta is not None and find_spec("dp_accounting") is None:
+        raise BadInput("privacy.delta needs Flower's accountant: pip install 'fairvar[privacy]'")
 
 
-def _shapes(tree: Tree) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    return {name: (leaf.shape, leaf.dtype) for name, leaf in tree.items()}
+def noisy(outcome: Outcome, settings: PrivacySettings) -> Outcome:
+    """The mean update with Flower's Gaussian noise."""
+    replies = int((outcome.weights != 0).sum())
+    spread = compute_stdv(settings.noise_multiplier, settings.clipping_norm, replies)
+    arrays = {name: leaf.numpy(force=True).copy() for name, leaf in outcome.update.items()}
+    add_gaussian_noise_inplace(list(arrays.values()), spread)
+    return replace(outcome, update={name: torch.from_numpy(a) for name, a in arrays.items()})
 
 
-def _csv(rows: Sequence[tuple[Any, ...]], fields: Sequence[str]) -> bytes:
-    """A table with one row per record; lists are separated by spaces."""
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(fields)
-    for row in rows:
-        writer.writerow([" ".join(map(str, v)) if isinstance(v, list | tuple) else v for v in row])
-    return text.getvalue().encode()
+def spent(settings: PrivacySettings | None, clients: int, releases: int) -> dict[str, Any] | None:
+    """The privacy cost of so many noisy means by Flower's accountant: for the presence of a client,
+    against anybody who sees the models but not the updates, without amplification by sampling."""
+    if settings is None or settings.delta is None or not releases:
+        return None
+    from flwr.serverapp import RdpAccountant
+
+    relation, sampling = NeighboringRelation.ADD_OR_REMOVE_ONE, SamplingMethod.NO_AMPLIFICATION
+    accountant = RdpAccountant(PrivacyConfig(settings.delta, clients, relation, sampling))
+    event = GaussianPrivacyEvent(float(settings.noise_multiplier), clients, clients)
+    accountant.compose(event, releases)
+    found = accountant.get_privacy_spent()
+    return {"epsilon": found.epsilon, "delta": found.delta, "releases": releases,
+            "neighbours": relation.value, "sampling": sampling.value}  # fmt: skip

@@ -18,29 +18,27 @@ Flower's run configuration is flat and has fixed keys; everything else goes into
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from fairvar.data.sources import OWN
-from fairvar.deploy.flower.apps import Model
-from fairvar.deploy.flower.privacy import PrivacySettings
-from fairvar.deploy.robust import check_average
-from fairvar.deploy.run import Agreement
-from fairvar.deploy.settings import OFF, FederationSettings
-from fairvar.deploy.summed import is_additive
+from fairvar.deploy.client import Agreement, is_additive
+from fairvar.deploy.guard import OFF, FederationSettings, check_average
 from fairvar.engine.batches import Participation
 from fairvar.errors import BadInput
-from fairvar.methods.base import Method
 from fairvar.runs.config import Config, assign, merge_overrides, refuse_unknown
 from fairvar.runs.runner import federation_of, initial_model
-from fairvar.validation import Checked, Positive
+from fairvar.validation import Checked, NonNegative, Positive
 
+Model = Callable[[], nn.Module]  # gives the same architecture on the server and on every node
 S = TypeVar("S", bound=Checked)
 SECURE = "secure-aggregation"
 FEWEST = 3  # clients in a secure sum; of two clients, each could subtract its own value
@@ -57,6 +55,26 @@ TEXTS = ("method-options", "options", "input-shape", "out", "start")
 KNOWN = dict.fromkeys((*PLACES, *TEXTS, "classes", SECURE), object)
 
 
+class PrivacySettings(Checked, frozen=True, kw_only=True):
+    """Differential privacy with Flower's functions, for methods whose clients send only a model.
+
+    Every node clips its update to the norm with Flower's `fixedclipping_mod`, and the server adds
+    Gaussian noise of noise_multiplier · clipping_norm / (number of replies) to the mean. Flower
+    draws it from numpy's global generator. Evaluations are not covered: the scores that nodes
+    report are exact.
+    """
+
+    __where__: ClassVar[str | None] = "privacy"
+
+    clipping_norm: Positive
+    noise_multiplier: NonNegative = 1.0
+    delta: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None  # of (ε, δ); None: no ε
+
+    def check(self) -> None:
+        if self.delta is not None and self.noise_multiplier == 0:
+            raise BadInput("privacy.delta is given, but without noise ε is infinite")
+
+
 class SecureSettings(Checked, frozen=True, kw_only=True):
     __where__: ClassVar[str | None] = "secure"
 
@@ -67,15 +85,19 @@ class SecureSettings(Checked, frozen=True, kw_only=True):
     max_weight: Positive = 1.0  # the largest number of samples, where weights are those
 
 
-def check_carries(method: Method, asked: int, settings: SecureSettings) -> None:
-    """Refuse what a secure sum cannot compute or hide; `asked` clients take part in a round."""
+def check_carries(config: Config, settings: SecureSettings) -> None:
+    """Refuse what a secure sum cannot compute or hide."""
+    method, train = config.method, config.train
     if not is_additive(method):
         what = ", ".join(method.reveals)
         raise BadInput(
             f"{SECURE} = true cannot be kept for {method.label}: its server needs each client's "
             f"{what} by itself, and a secure sum hides just that; leave it out, or take FedAvg, "
-            "q-FFL, FairLoss or FairGrad"
+            "q-FFL, FairLoss, FairGrad or PropFair"
         )
+    asked = Participation.build(
+        config.data.clients, train.seed, train.participation, train.participants
+    ).number
     if asked < FEWEST:
         raise BadInput(f"{SECURE} = true hides nothing among {asked} clients; {FEWEST} or more")
     if method.client_weights == "size" and settings.max_weight == 1:
@@ -84,8 +106,8 @@ def check_carries(method: Method, asked: int, settings: SecureSettings) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
-    """The run configuration, checked; no data are read."""
+class Setup:
+    """The run configuration, checked: what the server and every node agree on."""
 
     config: Config
     rules: FederationSettings
@@ -93,33 +115,46 @@ class Terms:
     secure: SecureSettings | None
     out: Path
     start: Path | None
+    model: Model | None  # the app's; None: that of the configuration
+    input_shape: tuple[int, ...]  # of nodes' own files, as are the classes
+    classes: int | None
 
     @property
     def own_data(self) -> bool:
         """Whether nodes train on their own files, which the server does not know."""
         return self.config.data.name in OWN
 
+    @property
+    def own_model(self) -> bool:
+        return self.model is not None
 
-@dataclass(frozen=True, kw_only=True)
-class Setup(Terms):
-    """What the server and every node agree on."""
-
-    agreed: Agreement
-    own_model: bool  # the app's; otherwise that of the configuration
+    @cached_property
+    def agreed(self) -> Agreement:
+        """Reads the data of the configuration and builds the model."""
+        config, shape, classes = self.config, self.input_shape, self.classes
+        if not self.own_data:
+            data = federation_of(config)
+            shape, classes = data.input_shape, data.classes
+        if self.model is None:
+            module = initial_model(config, shape, classes or 1)
+        else:
+            with torch.random.fork_rng(devices=[]):  # the initial model follows from the seed
+                torch.manual_seed(config.train.seed)
+                module = self.model()
+        return Agreement(
+            model=module,
+            method=config.method,
+            loss=config.model.loss,
+            train=config.train,
+            evaluate=config.evaluate,
+            clients=config.data.clients,
+            input_shape=shape,
+            classes=classes,
+        )
 
 
 def read_setup(run_config: Mapping[str, Any], model: Model | None = None) -> Setup:
     """Check the run configuration, on the server and on every node alike."""
-    terms = read_terms(run_config)
-    if terms.secure is not None:  # scores of local models would be sent unmasked
-        unseen = msgspec.structs.replace(terms.config.evaluate, local=False)
-        terms = replace(terms, config=msgspec.structs.replace(terms.config, evaluate=unseen))
-    shape, classes = str(run_config.get("input-shape", "")), run_config.get("classes")
-    agreed = _agreement(terms.config, model, shape, classes)
-    return Setup(**vars(terms), agreed=agreed, own_model=model is not None)
-
-
-def read_terms(run_config: Mapping[str, Any]) -> Terms:
     refuse_unknown(run_config, KNOWN, "")
     values: dict[str, Any] = {"method": {}, "partition": msgspec.to_builtins(Config().partition)}
     for key, place in PLACES.items():
@@ -135,19 +170,26 @@ def read_terms(run_config: Mapping[str, Any]) -> Terms:
     config, secure = Config.from_dict(values), None
     if run_config.get(SECURE):
         secure = _section(SecureSettings, masked or {})
-        train, clients = config.train, config.data.clients
-        asked = Participation.build(clients, train.seed, train.participation, train.participants)
-        check_carries(config.method, asked.number, secure)
+        check_carries(config, secure)
+        unseen = replace(config.evaluate, local=False)  # their scores would be sent unmasked
+        config = replace(config, evaluate=unseen)
     elif masked is not None:
         raise BadInput(f"secure.* is given without {SECURE} = true")
     check_average(rules, config.method)
-    return Terms(
+    own, classes = config.data.name in OWN, run_config.get("classes")
+    shape = _shape(texts["input-shape"]) if own else ()
+    if own and classes is None:
+        raise BadInput("nodes with their own data need `classes` in the run configuration")
+    return Setup(
         config=config,
         rules=_possible_bounds(rules, given, privacy, secure),
         privacy=privacy,
         secure=secure,
         out=Path(texts["out"] or "runs"),
         start=Path(texts["start"]) if texts["start"] else None,
+        model=model,
+        input_shape=shape,
+        classes=classes,
     )
 
 
@@ -171,7 +213,7 @@ def _possible_bounds(
     for name in names:
         if given.get(name, OFF) != OFF:
             raise BadInput(f"federation.{name} = {given[name]}: {why}; leave it out")
-    return msgspec.structs.replace(rules, **dict.fromkeys(names, OFF))
+    return replace(rules, **dict.fromkeys(names, OFF))
 
 
 def _words(text: str, where: str) -> list[str]:
@@ -190,35 +232,6 @@ def _section(kind: type[S], values: Any) -> S:
     if lacking:
         raise BadInput(f"{name}.{lacking[0]} is not given")
     return kind(**values)
-
-
-def _agreement(
-    config: Config, model: Model | None, input_shape: str, classes: int | None
-) -> Agreement:
-    if config.data.name in OWN:
-        shape = _shape(input_shape)
-        if classes is None:
-            raise BadInput("nodes with their own data need `classes` in the run configuration")
-    else:
-        data = federation_of(config)
-        shape, classes = data.input_shape, data.classes
-    module: nn.Module
-    if model is None:
-        module = initial_model(config, shape, classes or 1)
-    else:
-        with torch.random.fork_rng(devices=[]):  # the initial model follows from the seed
-            torch.manual_seed(config.train.seed)
-            module = model()
-    return Agreement(
-        model=module,
-        method=config.method,
-        loss=config.model.loss,
-        train=config.train,
-        evaluate=config.evaluate,
-        clients=config.data.clients,
-        input_shape=shape,
-        classes=classes,
-    )
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -4,6 +4,10 @@ Every new node is asked once which client it is (`hello`), and a node that did n
 asked again before it gets more work. The server never waits for nodes that it does not need. From
 its first hello on, a client id belongs to the key with which that node is registered, also after a
 restart of the server: another node with the same id is left out until the operator releases the id.
+
+A message is one ArrayRecord and one ConfigRecord each way, nothing pickled. There is one record of
+arrays because Flower's privacy mods require exactly one, and the train exchange is a plain `train`
+message because these mods act on no other type.
 """
 
 from __future__ import annotations
@@ -11,28 +15,44 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import inf
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from io import BytesIO
+from math import inf, prod
+from typing import Any, Literal, NamedTuple, TypeVar
+from warnings import catch_warnings
 
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flwr.app import Message as Envelope
-from flwr.app import RecordDict
-from flwr.common.constant import ErrorCode
+from flwr.common import FitIns, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common.constant import ErrorCode, SType
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.superlink.grid import InMemoryGrid
 from httpx import TransportError
+from numpy.lib import format as npy
+from torch import Tensor
 
-from fairvar.deploy.flower.wire import HELLO, KINDS, Unreadable, from_records, to_records
-from fairvar.deploy.guard import Arrival, Reason, brief
-from fairvar.deploy.messages import Message
+from fairvar.deploy.client import Message, Number, Stamp
+from fairvar.deploy.guard import Arrival, BadMessage, Form, Reason, brief, check_forms
 from fairvar.tree import Tree
 
+T = TypeVar("T")
 LOG = logging.getLogger("flwr.fairvar")
 PAUSE = 0.1  # seconds between two polls for replies; a poll takes about 10 ms
 POLL_NODES = 2.0  # seconds between two polls for new nodes during an exchange
 RETRY = 15.0  # seconds before a node that could not be used is asked again
 HELLO_LIFE = 3600.0  # seconds; a busy node may answer late
 Reply = Envelope | Exception  # a reply, or the error that Flower raised when it opened one
+ARRAYS, FACTS, NUMBER = "arrays", "message", "number/"
+KINDS = {"probe": "query.probe", "train": "train", "evaluate": "evaluate"}  # message types
+HELLO = "query.hello"
+NAMES, WANTED = "names", "wanted"  # in the older interface arrays have no names: "x/weight x/bias"
+UNREADABLE = "unreadable"  # in a node's reply: the nodes whose shares it cannot decrypt
+_NAMES = ("float16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool")
+DTYPES: dict[np.dtype[Any], torch.dtype] = {np.dtype(n): getattr(torch, n) for n in _NAMES}
 
 
 class GridTransport:
@@ -60,14 +80,28 @@ class GridTransport:
     def exchange(
         self, requests: Sequence[Message], like: Tree, seconds: float
     ) -> Iterator[Arrival]:
-        asked = {r.client: self.nodes[r.client] for r in requests if r.client in self.nodes}
-        sent = [(r.client, self._envelope(r, seconds)) for r in requests if r.client in asked]
-        waiting = self._push(sent)
+        sent = {r.client: self._envelope(r, seconds) for r in requests if r.client in self.nodes}
+        asked = {client: self.nodes[client] for client in sent}
+
+        def read(client: int, reply: Envelope) -> Message:
+            return from_records(reply.content, like)
+
+        for client, found in self.collect(sent, seconds, read):
+            if isinstance(found, BadMessage) and found.reason in (Reason.NO_REPLY, Reason.ERROR):
+                self._lose(client, asked[client], found)  # it must say hello again
+            yield Arrival(client, found)
+
+    def collect(
+        self, sent: Mapping[int, Envelope], seconds: float, read: Callable[[int, Envelope], T]
+    ) -> Iterator[tuple[int, T | BadMessage]]:
+        """Send messages to clients; what `read` makes of each reply, or why there is none."""
+        waiting = self._push(sent.items())
+        silent = sent.keys() - waiting.values()
         for message, reply in self._replies(set(waiting), seconds):
             client = waiting.pop(message)
-            yield self._arrival(client, reply, asked[client], like)
-        for client in waiting.values():
-            self._lose(client, asked[client], "no reply in time")  # it must say hello again
+            yield client, opened(reply, partial(read, client))
+        for client in sorted([*silent, *waiting.values()]):
+            yield client, BadMessage()
 
     def _push(self, envelopes: Iterable[tuple[int, Envelope]]) -> dict[str, int]:
         """Message id → recipient. One by one, so that a message that Flower refuses is alone."""
@@ -96,33 +130,17 @@ class GridTransport:
         records = to_records(request, self.facts if kind == "train" else None)
         return Envelope(records, self.nodes[request.client], KINDS[kind], ttl=seconds)
 
-    def _lose(self, client: int, node: int, why: str) -> None:
+    def _lose(self, client: int, node: int, why: BadMessage) -> None:
         if self.nodes.get(client) == node:  # and not a node that replaced it
             del self.nodes[client]
-            LOG.warning("client %s is lost: %s", client, why)
-
-    def _arrival(self, client: int, reply: Reply, node: int, like: Tree) -> Arrival:
-        """The only place where a reply is opened; any exception that it causes is its own fault."""
-        try:
-            if isinstance(reply, Exception):
-                raise reply
-            if not reply.has_error():
-                return Arrival(client, from_records(reply.content, like))
-            why, late = error_of(reply), reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
-        except Unreadable as error:
-            return Arrival(client, None, error.reason, brief(error.detail))
-        except Exception as error:
-            return Arrival(client, None, Reason.FORMAT, brief(repr(error)))
-        self._lose(client, node, why)
-        # `late`: the deadline passed by the SuperLink's clock, which may be ahead of ours.
-        return Arrival(client, None, Reason.NO_REPLY if late else Reason.ERROR, why)
+            LOG.warning("client %s is lost: %s", client, why.detail or "no reply in time")
 
     def _welcome(self) -> None:
         """Ask new nodes which clients they are, without waiting for answers."""
         self.listed = {info.node_id: self._key(info) for info in self.grid.get_nodes()}
         for client, node in list(self.nodes.items()):
             if node not in self.listed:
-                self._lose(client, node, "its node is offline")
+                self._lose(client, node, BadMessage(detail="its node is offline"))
         waiting = {n for n, until in self.refused.items() if time.monotonic() < until}
         known = {*self.nodes.values(), *self.greeted.values(), *waiting}
         new = sorted(self.listed.keys() - known)
@@ -133,11 +151,10 @@ class GridTransport:
             self._meet(self.greeted.pop(message), reply)
 
     def _meet(self, node: int, reply: Reply) -> None:
-        arrival = self._arrival(-1, reply, node, {})
-        client = None if arrival.reply is None else arrival.reply.client
+        client = opened(reply, lambda r: from_records(r.content, {}).client)
         again = time.monotonic() + RETRY
-        if arrival.reply is None:
-            why = f"did not say who it is ({arrival.detail})"
+        if isinstance(client, BadMessage):
+            why = f"did not say who it is ({client.detail})"
         elif type(client) is not int or not 0 <= client < self.clients:
             why, again = f"says it is client {client!r} of {self.clients}", inf
         elif client in self.nodes:
@@ -190,5 +207,99 @@ class GridTransport:
                 yield message, found
 
 
-def error_of(reply: Envelope) -> str:
-    return brief(f"Flower's error {reply.error.code}: {reply.error.reason or ''}")
+def opened(reply: Reply, read: Callable[[Envelope], T]) -> T | BadMessage:
+    """What `read` makes of a reply, or why there is nothing. Replies are opened only here; one that
+    causes any exception is a bad reply."""
+    try:
+        if isinstance(reply, Exception):
+            raise reply
+        return error_of(reply) if reply.has_error() else read(reply)
+    except BadMessage as error:
+        return error
+    except Exception as error:
+        return BadMessage(Reason.FORMAT, repr(error))
+
+
+def error_of(reply: Envelope) -> BadMessage:
+    # Late by the SuperLink's clock, which may be ahead of ours.
+    late = reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
+    text = f"Flower's error {reply.error.code}: {reply.error.reason or ''}"
+    return BadMessage(Reason.NO_REPLY if late else Reason.ERROR, text)
+
+
+def to_records(message: Message, more: Mapping[str, float] | None = None) -> RecordDict:
+    """`more`: numbers for Flower's mods."""
+    arrays = {name: Array(leaf.numpy(force=True)) for name, leaf in message.arrays.items()}
+    facts: dict[str, Any] = {"client": message.client, **message.stamp._asdict()}
+    facts |= {f"{NUMBER}{name}": value for name, value in message.numbers.items()}
+    return RecordDict({ARRAYS: ArrayRecord(arrays), FACTS: ConfigRecord({**facts, **(more or {})})})
+
+
+def from_records(records: RecordDict, like: Mapping[str, Tensor] | None = None) -> Message:
+    """Raises `BadMessage` for any defect of form; the guard checks the values. Arrays whose shapes
+    and types differ from `like` are refused by their headers, before memory is allocated."""
+    try:
+        facts: dict[str, Any] = dict(records.config_records[FACTS])
+        stamp = Stamp(facts["exchange"], facts["round"], facts["attempt"], facts["format"])
+        given = records.array_records[ARRAYS]
+        if any(array.stype != SType.NUMPY for array in given.values()):
+            raise ValueError("arrays in another format than numpy's")
+        found = {name: header_of(array.data) for name, array in given.items()}
+        if like is not None:
+            check_forms({name: header.form for name, header in found.items()}, like)
+        arrays = {name: header.tensor() for name, header in found.items()}
+        numbers: dict[str, Number] = {
+            name.removeprefix(NUMBER): value
+            for name, value in facts.items()
+            if name.startswith(NUMBER)
+        }
+        return Message(stamp, facts["client"], arrays, numbers)
+    except BadMessage:
+        raise
+    except Exception as error:  # also MemoryError, OverflowError, RecursionError
+        raise BadMessage(Reason.FORMAT, repr(error)) from None
+
+
+def pack_request(records: RecordDict, wanted: Iterable[str]) -> FitIns:
+    """A request in Flower's older interface, for secure aggregation; `wanted` names the sums."""
+    arrays = records.array_records[ARRAYS]
+    facts: dict[str, Any] = dict(records.config_records[FACTS])
+    facts |= {NAMES: " ".join(arrays), WANTED: " ".join(wanted)}
+    return FitIns(ndarrays_to_parameters([a.numpy() for a in arrays.values()]), facts)
+
+
+def unpack_request(asked: FitIns) -> tuple[RecordDict, list[str]]:
+    facts: dict[str, Any] = dict(asked.config)
+    names, wanted = (str(facts.pop(key)).split() for key in (NAMES, WANTED))
+    arrays = zip(names, parameters_to_ndarrays(asked.parameters), strict=True)
+    record = ArrayRecord({name: Array(array) for name, array in arrays})
+    return RecordDict({ARRAYS: record, FACTS: ConfigRecord(facts)}), wanted
+
+
+class Header(NamedTuple):
+    """The header of an array, and its bytes."""
+
+    form: Form
+    dtype: np.dtype[Any]
+    columns_first: bool
+    data: memoryview
+
+    def tensor(self) -> Tensor:
+        order: Literal["F", "C"] = "F" if self.columns_first else "C"
+        seen = np.ndarray(self.form[1], self.dtype, self.data, order=order)
+        return torch.from_numpy(seen.copy(order="C"))
+
+
+def header_of(content: bytes) -> Header:
+    """Read the .npy format; raises ValueError and others. (numpy's reader would first allocate the
+    size that the header claims, and would open an .npz as well.)"""
+    file = BytesIO(content)
+    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+    with catch_warnings(action="error"):  # for headers that only Python 2 wrote
+        shape, columns_first, dtype = read[npy.read_magic(file)](file)
+    data = memoryview(content)[file.tell() :]
+    if dtype not in DTYPES or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError(f"an array of {dtype} and shape {shape}")
+    if prod(shape) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes for an array of {dtype} and shape {shape}")
+    return Header((DTYPES[dtype], shape), dtype, columns_first, data)

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from fairvar.engine.evaluate import Scores, Seen
+from fairvar.engine.history import Key
 from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Method
@@ -32,8 +33,8 @@ class Kernel(Protocol):
         """Round t of all runs, from `state`. With `splits`, also what it shows of the clients, with
         their local models' scores on these splits."""
 
-    def scores(self, state: State, splits: Splits) -> dict[str, Scores]:
-        """The global models on the clients' samples, by split."""
+    def scores(self, state: State, splits: Splits) -> dict[Key, Scores]:
+        """The global models on the clients' samples, and personal models where there are some."""
 
 
 @runtime_checkable

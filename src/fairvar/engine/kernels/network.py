@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fairvar.engine.cuda_graphs import live_run
 from fairvar.engine.evaluate import Scores, Seen, evaluate_local, evaluate_shared
+from fairvar.engine.history import Key
 from fairvar.engine.kernels import Splits
 from fairvar.engine.kernels.reference import reference_round
 from fairvar.engine.kernels.shared import blocked_round, pooled_round
@@ -52,14 +53,14 @@ class Network:
             outcome = (pooled_round if self.form == "pooled" else blocked_round)(run, state, t)
         return outcome.map(one_run), None if seen is None else seen.result()
 
-    def scores(self, state: State, splits: Splits) -> dict[str, Scores]:
+    def scores(self, state: State, splits: Splits) -> dict[Key, Scores]:
         state, found = state.map(first_run), {}
         for name in splits:
             split = self.run.federation.splits[name]
             scores = evaluate_shared(
                 self.run.task, state.params, state.buffers, split, self.run.piece
             )
-            found[name] = Scores(*map(one_run, scores))
+            found[name, "global"] = Scores(*map(one_run, scores))
         return found
 
     # -- recorded rounds ---------------------------------------------------------------------------

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from fairvar.engine.kernels.vmapped import Observer, Trained
 from fairvar.engine.run import Run
 from fairvar.engine.server import Aggregator, Answers, aggregate
+from fairvar.engine.settings import TrainSettings
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Method
-from fairvar.models.twice import hessian_product
+from fairvar.models.norm import hessian_product
 from fairvar.tree import Tree, add, scale, squared_norm, stack, subtract, weighted_sum
 
 
@@ -68,28 +69,45 @@ def train(
     loss: Tensor | None,
     a: Tensor,
     g: Tree | None,
+    start: nn.Module | None = None,
 ) -> tuple[nn.Module, Tensor]:
     """The client's model after its local steps, and the factor of its own gradient in the first.
 
     `loss` is f_i for methods that take it once, at x^t on all samples; the batch's otherwise.
+    `start`: where the steps start, if not from the model that was sent.
     """
-    module = copy.deepcopy(sent)
+    module, speed = copy.deepcopy(start or sent), dict[str, Tensor]()
     fixed = loss.to(run.dtype) if loss is not None and method.loss_data == "full" else None
     factors = []
     for x, y in _batches(run, t, client):
-        factors.append(_local_step(run, method, module, x, y, fixed, a.to(run.dtype), g))
+        direction, own = _direction(run, method, module, x, y, fixed, a.to(run.dtype), g)
+        _move(run, method, module, sent, direction, speed, run.lr_of(t))
+        factors.append(own)
     return module, factors[0]
 
 
+def train_personal(run: Run, v: Tree, sent: nn.Module, t: int, client: int) -> Tree:
+    """Parameters and buffers of the client's personal model after its steps of the round, which are
+    pulled to the model that the client has received."""
+    run, none = run.personal, torch.zeros((), dtype=torch.float64, device=run.device)
+    start = load(run, v, {})
+    module, _ = train(run, run.method, sent, t, client, None, none, None, start)
+    return {**params_of(run, module), **buffers_of(run, module)}
+
+
 def stepped(
-    method: Method, x: Tree, probed: Probed, a: Tensor, g: Tree, lr: float, clip_norm: float | None
+    method: Method, x: Tree, probed: Probed, a: Tensor, g: Tree, train: TrainSettings, t: int
 ) -> Tree:
     """x_i after one step, from what the client saw: as `train` makes it, where no curvature is
     needed. So a server can take the step in the client's place."""
     dtype = next(iter(x.values())).dtype
     own, shared = method.coefficients(probed.loss.to(dtype), a.to(dtype))
-    direction = _clipped(_direction(probed.gradient, own, g, shared), clip_norm)
-    return {name: leaf - lr * direction[name] for name, leaf in x.items()}
+    direction = _combined(probed.gradient, own, g, shared)
+    direction, _ = _bounded(method, probed.gradient, direction, torch.as_tensor(own))
+    direction = _clipped(direction, train.clip_norm)
+    if train.weight_decay:
+        direction = add(direction, x, train.weight_decay)
+    return {name: leaf - train.lr_of(t) * direction[name] for name, leaf in x.items()}
 
 
 def params_of(run: Run, module: nn.Module) -> Tree:
@@ -102,7 +120,7 @@ def buffers_of(run: Run, module: nn.Module) -> Tree:
     return {name: own[name].detach() for name in run.task.buffers}
 
 
-def _local_step(
+def _direction(
     run: Run,
     method: Method,
     module: nn.Module,
@@ -111,8 +129,8 @@ def _local_step(
     fixed_loss: Tensor | None,
     a: Tensor,
     g: Tree | None,
-) -> Tensor:
-    """x_i ← x_i − η (own ∇f_i + shared g + γ ∇²f_i (∇f_i − g)); returns own."""
+) -> tuple[Tree, Tensor]:
+    """own ∇f_i + shared g + γ ∇²f_i (∇f_i − g), cut to the norm that is allowed; and own."""
     named = _trainable(module)
     with run.kernels():
         loss = run.task.loss(module(x), y).mean()
@@ -120,21 +138,55 @@ def _local_step(
     slopes = torch.autograd.grad(loss, leaves, create_graph=graph, materialize_grads=True)
     gradient = {k: s.detach() for k, s in zip(named, slopes, strict=True)}
     own, shared = method.coefficients(loss.detach() if fixed_loss is None else fixed_loss, a)
-    direction = _direction(gradient, own, g, shared)
+    direction = _combined(gradient, own, g, shared)
     if graph:
         away = gradient if g is None else subtract(gradient, g)
-        products = hessian_product(slopes, leaves, list(away.values()))
+        products = hessian_product(slopes, leaves, list(method.penalised(away).values()))
         direction = add(direction, dict(zip(named, products, strict=True)), method.curvature)
-    direction = _clipped(direction, run.clip_norm)
-    with torch.no_grad():
-        for name, parameter in named.items():
-            parameter.sub_(run.lr * direction[name])
-    return torch.as_tensor(own, dtype=loss.dtype, device=loss.device)
+    own = torch.as_tensor(own, dtype=loss.dtype, device=loss.device)
+    direction, own = _bounded(method, gradient, direction, own)
+    return _clipped(direction, run.clip_norm), own
 
 
-def _direction(gradient: Tree, own: Tensor | float, g: Tree | None, shared: Tensor | float) -> Tree:
+@torch.no_grad()
+def _move(
+    run: Run,
+    method: Method,
+    module: nn.Module,
+    sent: nn.Module,
+    direction: Tree,
+    speed: Tree,
+    lr: float | Tensor,
+) -> None:
+    """v ← momentum · v + d + pull (y − x) + weight_decay · y,   y ← y − η v;   `speed` holds v."""
+    received = dict(sent.named_parameters())
+    for name, parameter in _trainable(module).items():
+        d = direction[name]
+        if method.uses_pull:
+            d = d + method.pull * (parameter - received[name])
+        if run.weight_decay:
+            d = d + run.weight_decay * parameter
+        if run.momentum:
+            d = speed[name] = d + run.momentum * speed[name] if name in speed else d
+        parameter.sub_(lr * d)
+
+
+def _combined(gradient: Tree, own: Tensor | float, g: Tree | None, shared: Tensor | float) -> Tree:
     direction = scale(gradient, own)
     return direction if g is None else add(direction, g, shared)
+
+
+def _bounded(method: Method, gradient: Tree, direction: Tree, own: Tensor) -> tuple[Tree, Tensor]:
+    """∇f + s (d − ∇f) with the largest s ≤ 1 that keeps the penalty within bound · ‖∇f‖."""
+    if method.penalty_bound is None:
+        return direction, own
+    penalty = subtract(direction, gradient)
+    length, most = (float(squared_norm(tree).sqrt()) for tree in (penalty, gradient))
+    most *= float(method.penalty_bound)
+    if length <= most:
+        return direction, own
+    s = most / length
+    return add(gradient, penalty, s), 1 + s * (own - 1)
 
 
 def _clipped(direction: Tree, clip_norm: float | None) -> Tree:
@@ -159,14 +211,18 @@ def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def reference_round(run: Run, state: State, t: int, observe: Observer | None = None) -> Outcome:
     method, ids = run.method.at_round(t), run.participation.of_round(t)
-    share = run.method.share(run.federation.sizes[ids]).to(run.device)
+    share = run.method.plain_weights(run.federation.sizes[ids]).to(run.device)
     sent = load(run, state.x, state.buffers)
 
     # Before training: f_i and ∇f_i at x^t, on the first batch (exact methods average them now).
     first = [probe(run, method, sent, t, i) for i in ids.tolist()]
     loss, gradient = torch.stack([f.loss for f in first]), stack([f.gradient for f in first])
     mean_loss, mean_gradient = share @ loss, weighted_sum(share, gradient)
-    a, g = (mean_loss, mean_gradient) if method.probes else (state.mean_loss, state.mean_gradient)
+    server = Aggregator(method, share, ids.to(run.device), run.clients)
+    a, g = state.mean_loss, state.mean_gradient
+    if method.probes:
+        a, weights = server.broadcast(loss)
+        g = method.smoothed(state.mean_gradient, weighted_sum(weights, gradient))
 
     # Local steps.
     trained = [
@@ -181,7 +237,9 @@ def reference_round(run: Run, state: State, t: int, observe: Observer | None = N
         observe(Trained(ids, stack(params), after, loss, gradient, own))
 
     # Server.
-    kept = mean_gradient if run.method.reports_gradient else None
-    server = Aggregator(method, share, ids, run.clients)
+    kept = None
+    if run.method.keeps_gradient:
+        exact = run.method.probes
+        kept = g if exact else method.smoothed(state.mean_gradient, mean_gradient)
     answers = Answers(loss, params, buffers, own)
-    return aggregate(server, state, answers, mean_loss, kept, run.lr)
+    return aggregate(server, state, answers, mean_loss, kept, run.lr_of(t), g=g)

@@ -3,7 +3,8 @@
     logits       Z = X̃ x,   D = ∂loss/∂Z · 1/m_i,   ∇f_i = X̃_iᵀ D_i,   g = X̃ᵀ (r_i D),   U = X̃ g
     direction    d_i = X̃_iᵀ B_i + s_i g,   B_i = own_i D_i + γ J_i (K_i D_i − U_i)
     its length   ‖d_i‖² = ⟨B_i, K_i B_i⟩ + 2 s_i ⟨B_i, U_i⟩ + s_i² ‖g‖²
-    local steps  x_i = x − η (X̃_iᵀ A_i + c_i g): each step adds its B_i to A_i and its s_i to c_i
+    local steps  x_i = x − η (X̃_iᵀ A_i + c_i g): each step adds its B_i to A_i and its s_i to c_i;
+                 x_i − x lies in this span, so a proximal term and momentum do not leave it
     server       x ← x − η X̃ᵀ (w_i A_i) − η (Σ w_i c_i) g
 
 J is the second derivative of the loss in the logits. Two large products make a FedAvg round, four a
@@ -24,6 +25,7 @@ from torch import Tensor
 from fairvar.engine.batches import RoundBatches
 from fairvar.engine.cuda_graphs import live_run
 from fairvar.engine.evaluate import Scores, Seen
+from fairvar.engine.history import Key
 from fairvar.engine.kernels import Splits
 from fairvar.engine.kernels.linear.dual import (
     Batch,
@@ -46,6 +48,7 @@ from fairvar.engine.kernels.linear.steps import (
 from fairvar.engine.kernels.network import Network
 from fairvar.engine.run import Run
 from fairvar.engine.server import Aggregator
+from fairvar.engine.settings import CONSTANT
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Method
 from fairvar.tree import Tree, squared_norm, tree_map
@@ -63,6 +66,7 @@ class Work:
     g: Tree | None  # None: unknown so far, or not used
     u: Float[Tensor, "runs outputs P"] | None  # X̃ g
     loss: Float64[Tensor, "runs n"]
+    lr: Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float  # η of this round
 
     @property
     def squared_norms(self) -> Float64[Tensor, "runs n"]:
@@ -99,17 +103,17 @@ class Linear:
         outcome, work = self.compute(state, t)
         return outcome, None if splits is None else self.see(state, t, work, splits)
 
-    def scores(self, state: State, splits: Splits) -> dict[str, Scores]:
+    def scores(self, state: State, splits: Splits) -> dict[Key, Scores]:
         found = {}
         for name in splits:
             split = self.dual.split(name)
-            found[name] = _scores(split, split.logits(self.dual.model, state.params))
+            found[name, "global"] = _scores(split, split.logits(self.dual.model, state.params))
         return found
 
     def compute(self, state: State, t: int) -> tuple[Outcome, Work]:
         server, batches = self._server(t), self.run.schedule.round(t)
         local = _one_step if self.run.schedule.one_step else _local_steps
-        work = local(self, server, state, batches)
+        work = local(self, server, state, batches, self.lr_of(t))
         return _finish(self, server, state, work), work
 
     def see(self, before: State, t: int, work: Work, splits: Splits) -> Seen:
@@ -118,6 +122,11 @@ class Linear:
         if len(self.methods) > 1 or grams_pay(self.run):
             return _see(self, before, work, splits)
         return Network(self.run, "vmapped").see(before, t, [], splits)
+
+    def lr_of(self, t: int) -> Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float:
+        """The learning rates of round t."""
+        scheduled = self.run.lr_schedule != CONSTANT
+        return self.lr * self.run.lr_schedule.factor(t, self.run.rounds) if scheduled else self.lr
 
     def mean_gradient(self, batch: Batch, first: Float[Tensor, "runs outputs P"]) -> Tree:
         """Σ_i r_i ∇f_i"""
@@ -165,18 +174,21 @@ class Linear:
         return Linear(run, self.methods, self.rates, numbers["lr"][:, None], kept)
 
 
-def _one_step(kernel: Linear, server: Aggregator, state: State, batches: RoundBatches) -> Work:
+def _one_step(
+    kernel: Linear, server: Aggregator, state: State, batches: RoundBatches, lr: Tensor | float
+) -> Work:
     run, method, batch = kernel.run, server.method, _drawn(kernel, batches)
     layout = batch.layout
     found = answer(batch.logits(kernel.dual.model, state.x), batch.target)
     first, loss = found.slope * layout.share, layout.means(found.loss)
     if method.loss_data == "full" and not run.schedule.full_batch:
         loss = _full_losses(kernel, state)
-    products = method.uses_curvature or method.uses_norms or run.clip_norm is not None
+    products = method.uses_curvature or method.uses_norms
+    products |= run.clip_norm is not None or method.penalty_bound is not None
     sent = _receive(kernel, server, state, batch, first, loss, products)
     slopes = Slopes(layout, first, found.p, sent.u, lambda: batch.grams)
     made = direction(server, slopes, loss, sent, run.clip_norm)
-    return Work(batch, first, made.along, made.shared, made.own, sent.g, sent.u, loss)
+    return Work(batch, first, made.along, made.shared, made.own, sent.g, sent.u, loss, lr)
 
 
 def _receive(
@@ -199,7 +211,8 @@ def _receive(
         g = kernel.mean_gradient(batch, first) if products else None
     if g is None or not products:
         return Sent(mean_loss, has_g, g)
-    squared_g = None if kernel.run.clip_norm is None else squared_norms(g)
+    measured = kernel.run.clip_norm is not None or method.penalty_bound is not None
+    squared_g = squared_norms(g) if measured else None
     return Sent(mean_loss, has_g, g, batch.logits(kernel.dual.model, g), squared_g)
 
 
@@ -217,7 +230,9 @@ def _full_losses(kernel: Linear, state: State) -> Float64[Tensor, "runs n"]:
     return train.layout.means(sample_losses(train.logits(kernel.dual.model, state.x), train.target))
 
 
-def _local_steps(kernel: Linear, server: Aggregator, state: State, batches: RoundBatches) -> Work:
+def _local_steps(
+    kernel: Linear, server: Aggregator, state: State, batches: RoundBatches, lr: Tensor | float
+) -> Work:
     run, method, batch, plan = kernel.run, server.method, kernel.dual.train, kernel.plan
     z = batch.logits(kernel.dual.model, state.x)
     found = answer(z, batch.target)
@@ -226,16 +241,16 @@ def _local_steps(kernel: Linear, server: Aggregator, state: State, batches: Roun
     loss = batch.layout.means(found.loss) if full else batch.layout.sums(found.loss * share)
     sent = _receive(kernel, server, state, batch, first, loss, products=True)
     walk, fixed, own = (
-        Walk(batch, z, sent.u, torch.zeros_like(z), None),
+        Walk(batch, z, sent.u, torch.zeros_like(z), None, run.momentum),
         loss if full else None,
         None,
     )
     for number, step in enumerate(plan.steps):
         columns = plan.columns(step, batches)
-        made = walk.take(step, columns, server, sent, fixed, kernel.lr, run.clip_norm)
+        made = walk.take(step, columns, server, sent, fixed, lr, run.clip_norm)
         if number == 0 and made.own is not None:
             own = torch.zeros_like(loss).index_copy_(1, step.ids, made.own)
-    return Work(batch, first, walk.along, walk.shared, own, sent.g, sent.u, loss)
+    return Work(batch, first, walk.along, walk.shared, own, sent.g, sent.u, loss, lr)
 
 
 def _finish(kernel: Linear, server: Aggregator, state: State, work: Work) -> Outcome:
@@ -243,9 +258,9 @@ def _finish(kernel: Linear, server: Aggregator, state: State, work: Work) -> Out
     run, layout, loss = kernel.run, work.batch.layout, work.loss
     weights, memory = server.weigh(state.memory, loss)
     if server.method.uses_norms:
-        norms = kernel.lr**2 * work.squared_norms
-        weights = weights / server.normaliser(loss, norms, kernel.lr)
-    scaled = weights * kernel.lr
+        norms = work.lr**2 * work.squared_norms
+        weights = weights / server.normaliser(loss, norms, work.lr)
+    scaled = weights * work.lr
     slopes, spill = work.along * layout.spread(scaled), None
     if work.shared is not None:  # how much of g the weighted sum of directions contains
         spill = (scaled * work.shared).sum(1, keepdim=True)
@@ -278,7 +293,7 @@ def _see(kernel: Linear, before: State, work: Work, splits: Splits) -> Seen:
         work = replace(work, g=g, u=batch.logits(model, g))
     lengths = squared_lengths(batch.layout, batch.grams, work.first, None, None, None)
     return Seen(
-        update_norm=kernel.lr * work.squared_norms.sqrt(),
+        update_norm=work.lr * work.squared_norms.sqrt(),
         gradient_variance=lengths @ kernel.run.share - squared_norms(mean)[:, 0],
         local={name: _local_scores(kernel, before, work, name) for name in splits},
     )
@@ -296,7 +311,7 @@ def _local_scores(kernel: Linear, before: State, work: Work, name: str) -> Score
     if work.shared is not None and work.g is not None:
         along_g = split.logits(dual.model, work.g)
         moved = torch.addcmul(moved, along_g, split.layout.spread(work.shared))
-    logits = split.logits(dual.model, before.x) - per_run(kernel.lr, moved.dtype) * moved
+    logits = split.logits(dual.model, before.x) - per_run(work.lr, moved.dtype) * moved
     return _scores(split, logits)
 
 

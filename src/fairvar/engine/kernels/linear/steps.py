@@ -30,6 +30,7 @@ from fairvar.engine.kernels.linear.dual import (
     by_client,
     through_grams,
 )
+from fairvar.engine.kernels.local import shortened, shortening
 from fairvar.engine.server import Aggregator
 from fairvar.tree import Tree
 
@@ -67,7 +68,7 @@ def direction(
     sent: Sent,
     clip_norm: float | None,
 ) -> Direction:
-    """along_i = own_i D_i + γ J_i (K_i D_i − U_i), cut to the norm that is allowed."""
+    """along_i = own_i D_i + γ J_i (K_i D_i − U_i), within the bounds of method and run."""
     layout, along, own, shared = slopes.layout, slopes.slope, None, None
     if not server.plain:
         own, shared = server.coefficients(loss, sent.mean_loss)
@@ -77,11 +78,33 @@ def direction(
         bent = bend(slopes.p, moved if slopes.u is None else moved - slopes.u)
         strength = per_run(server.curvature, layout.share.dtype)
         along = torch.addcmul(along, bent, layout.share * strength)
+    if server.penalty_bound is not None:
+        made = Direction(along, shared, own)
+        along, shared, own = _bounded(slopes, made, sent.squared_g, server.penalty_bound)
     if clip_norm is not None:
         norms = squared_lengths(layout, slopes.grams(), along, shared, slopes.u, sent.squared_g)
         cut = torch.clamp(clip_norm / norms.sqrt(), max=1.0)
         along, shared = along * layout.spread(cut), None if shared is None else shared * cut
     return Direction(along, shared, own)
+
+
+def _bounded(
+    slopes: Slopes,
+    made: Direction,
+    squared_g: Float64[Tensor, "runs 1"] | None,
+    bound: Tensor | float,
+) -> Direction:
+    """With penalties d_i − ∇f_i no longer than bound · ‖∇f_i‖."""
+    layout, grams, u = slopes.layout, slopes.grams(), slopes.u
+    penalty = made.along - slopes.slope
+    long = squared_lengths(layout, grams, penalty, made.shared, u, squared_g)
+    s = shortening(long, squared_lengths(layout, grams, slopes.slope, None, None, None), bound)
+    cut = layout.spread(s)
+    return Direction(
+        torch.where(cut < 1, torch.addcmul(slopes.slope, cut, penalty), made.along),
+        None if made.shared is None else made.shared * s,
+        None if made.own is None else shortened(made.own, s),
+    )
 
 
 def per_run(value: Tensor | float, dtype: torch.dtype) -> Tensor | float:
@@ -187,6 +210,9 @@ class Walk:
     u: Float[Tensor, "runs outputs P"] | None
     along: Float[Tensor, "runs outputs P"]
     shared: Float64[Tensor, "runs n"] | None
+    momentum: float
+    speed: Tensor | None = None  # of `along`, and of `shared`: by how much the last step moved them
+    shared_speed: Tensor | None = None
 
     def take(
         self,
@@ -213,12 +239,31 @@ class Walk:
         slopes = Slopes(step.layout, slope, found.p, u, lambda: self._square(step, rows, columns))
         loss = step.layout.means(found.loss) if fixed_loss is None else fixed_loss[:, step.ids]
         made = direction(server, slopes, loss, sent, clip_norm)
-        self.along.index_add_(-1, columns, made.along)
-        if made.shared is not None:
-            if self.shared is None:
-                self.shared = made.shared.new_zeros(len(made.shared), len(self.batch.layout.length))
-            self.shared.index_add_(1, step.ids, made.shared)
+        if made.shared is not None and self.shared is None:
+            self.shared = made.shared.new_zeros(len(made.shared), len(self.batch.layout.length))
+        if self.momentum or server.method.uses_pull:
+            self._move(step, columns, made, server.pull * lr)
+        else:
+            self.along.index_add_(-1, columns, made.along)
+            if self.shared is not None and made.shared is not None:
+                self.shared.index_add_(1, step.ids, made.shared)
         return made
+
+    def _move(
+        self, step: Step, columns: Int64[Tensor, " b"], made: Direction, shrink: Tensor | float
+    ) -> None:
+        """A ← A + V, V ← momentum · V + B − η pull A; c in the same way. Only clients that still
+        train move."""
+        layout = self.batch.layout
+        active = torch.zeros_like(layout.length).index_fill_(0, step.ids, 1.0)[None]
+        self.along, self.speed = _moved(
+            self.along, self.speed, columns, made.along, layout.spread(active),
+            self.momentum, per_run(shrink, self.along.dtype),
+        )  # fmt: skip
+        if self.shared is not None and made.shared is not None:
+            self.shared, self.shared_speed = _moved(
+                self.shared, self.shared_speed, step.ids, made.shared, active, self.momentum, shrink
+            )
 
     def _gram_rows(self, step: Step, columns: Tensor) -> list[Float[Tensor, "m b width"]]:
         """K_i[b, :] of the clients that still train, tile by tile."""
@@ -253,3 +298,18 @@ class Walk:
         """The tiles of the step, those of all samples that they are part of, and the Grams."""
         whole = self.batch.layout.tiles
         return list(zip(step.layout.tiles, whole, self.batch.grams, strict=False))
+
+
+def _moved(
+    total: Tensor,
+    speed: Tensor | None,
+    places: Int64[Tensor, " b"],
+    made: Tensor,
+    active: Tensor,
+    momentum: float,
+    shrink: Tensor | float,
+) -> tuple[Tensor, Tensor]:
+    """total + speed where `active`, with speed ← momentum · speed − shrink · total + made."""
+    kept = torch.zeros_like(total) if speed is None else momentum * speed
+    speed = (kept - shrink * total).index_add_(-1, places, made)
+    return total + active * speed, speed

@@ -1,1 +1,0 @@
-"""Files, memory, signals and progress: what depends on the operating system."""
