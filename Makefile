@@ -5,12 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_RAY := $(VENV)/.ready-ray
+READY_DOCS := $(VENV)/.ready-docs
 
-.PHONY: help demo test deploy fast check bench soak versions clean
+.PHONY: help demo test deploy docs fast check bench soak versions clean
 help:
-	@echo "make demo   set up and run the paper's methods on embedded data (about a minute); METHODS=all: all"
+	@echo "make demo   set up and run the paper's methods on embedded data (about two minutes); METHODS=all: all"
 	@echo "make test   set up and run all tests but those of make deploy"
-	@echo "make deploy real Flower and Ray processes: deployments, simulations, docs/deploy.md command by command"
+	@echo "make deploy real Flower and Ray processes: deployments, simulations, docs/deploy.md command by command; the wheel"
+	@echo "make docs   the documentation as a site in build/site; executes the notebooks"
 	@echo "make fast   the quick tests only"
 	@echo "make check  format, lint, types"
 	@echo "make bench  speed against a plain client loop, as ratios"
@@ -33,13 +35,22 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/pytest -n auto -m "not deployment"
 
-# Ray takes a quarter of a gigabyte, so only this target installs it.
+# Ray takes a quarter of a gigabyte, so only this target installs it; and what builds the wheel.
 $(READY_RAY): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[simulation]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[simulation,release]"
 	@touch $@
 
 deploy: $(READY_RAY)
-	$(BIN)/pytest -m deployment tests/flower tests/unit/test_cluster.py
+	$(BIN)/pytest -m deployment tests/flower tests/unit/test_cluster.py tests/wheel
+
+# What the site needs is not part of `dev`: no test uses it.
+$(READY_DOCS): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	@touch $@
+
+docs: $(READY_DOCS)
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src:tools $(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html, or with search: python -m http.server --directory build/site"
 
 fast: $(READY)
 	$(BIN)/pytest -n auto -m "not slow and not deployment"

@@ -11,8 +11,11 @@ from fairvar.data import (
     build_federation,
     load_federation,
 )  # fmt: skip
+from fairvar.data.client_data import ClientData
 from fairvar.data.federation import Federation
+from fairvar.engine.callbacks import Callback, EarlyStopping, ProgressBar, TensorBoard, Training
 from fairvar.engine.history import History
+from fairvar.engine.new_clients import NewClients, new_clients
 from fairvar.engine.optimiser import ServerOptimiser
 from fairvar.engine.settings import LrSchedule
 from fairvar.engine.state import State
@@ -42,12 +45,19 @@ from fairvar.methods import (
 )  # fmt: skip
 from fairvar.metrics import Fairness, fairness
 from fairvar.models import MODELS, check_model
+from fairvar.report.comparison import Comparison, compare
+from fairvar.runs.experiments import Sweep, run, sweep
+from fairvar.runs.load import load
+from fairvar.scores import METRICS, Metric
 
 __all__ = [
-    "AFL", "GIFAIR", "IID", "METHODS", "MODELS", "QFFL", "TERM", "AAggFF", "AdaFed", "BadInput",
-    "Dataset", "Dirichlet", "Ditto", "FairGrad", "FairLoss", "Fairness", "FairvarError", "FedAvg",
-    "FedEBA", "FedFV", "FedMGDA", "FedProx", "Federation", "History", "IntegrityError",
-    "LrSchedule", "Method", "Natural", "PropFair", "RunFailed", "SemiVRed", "ServerOptimiser",
-    "Shards", "State", "Superquantile", "__version__", "build_federation", "check_model",
-    "fairness", "load_federation", "metrics", "objectives", "register", "theory", "train",
+    "AFL", "GIFAIR", "IID", "METHODS", "METRICS", "MODELS", "QFFL", "TERM", "AAggFF", "AdaFed",
+    "BadInput", "Callback", "ClientData", "Comparison", "Dataset", "Dirichlet", "Ditto",
+    "EarlyStopping", "FairGrad", "FairLoss", "Fairness", "FairvarError", "FedAvg", "FedEBA",
+    "FedFV", "FedMGDA", "FedProx", "Federation", "History", "IntegrityError", "LrSchedule",
+    "Method", "Metric", "Natural", "NewClients", "ProgressBar", "PropFair", "RunFailed",
+    "SemiVRed", "ServerOptimiser", "Shards", "State", "Superquantile", "Sweep", "TensorBoard",
+    "Training", "__version__", "build_federation", "check_model", "compare", "fairness", "load",
+    "load_federation", "metrics", "new_clients", "objectives", "register", "run", "sweep",
+    "theory", "train",
 ]  # fmt: skip

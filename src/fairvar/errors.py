@@ -127,7 +127,7 @@ def _place(error: BaseException) -> tuple[str, bool]:
     found, in_plugin = "another library", False
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = str(frame.f_globals.get("__name__"))
-        plugin = module.startswith(PLUGIN)
+        plugin = hasattr(frame.f_globals.get("__loader__"), "is_own")
         if plugin or (module.startswith("fairvar") and not in_plugin):
             found, in_plugin = f"{frame.f_code.co_filename if plugin else module}:{line}", plugin
     return found, in_plugin

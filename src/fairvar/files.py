@@ -4,6 +4,9 @@ Everything that fairvar reads is opened here: regular files only, of at most the
 kind has. The checks are made on the open file, so that it cannot be exchanged between check and
 read, and a pipe is opened without waiting for its other end. Errors of reading are `OSError`s whose
 `strerror` says what is wrong; callers name the file.
+
+A sealed record is JSON whose last line is its SHA-256; several files become one after a sealed list
+of theirs.
 """
 
 from __future__ import annotations
@@ -11,13 +14,18 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from fairvar.errors import RunFailed
 
@@ -26,6 +34,10 @@ MOST_CODE = 4 << 20  # a plugin
 MOST_RECORD = 64 << 20  # a manifest, a federation's record or an archive's list
 MOST_TENSORS = 4 << 30  # a history, a state, a checkpoint or a file of weights
 MOST_ARCHIVE = 1 << 30  # runs.tar.xz
+SEAL = ',\n  "seal": "'
+MOST_VALUES = 4_000_000  # in one record: they take about 60 bytes each
+Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+Number = Annotated[int, Meta(ge=0, le=2**62)]
 _SMALL = 64 << 20  # larger files that consist of holes take memory, but no space on disk
 
 
@@ -159,3 +171,80 @@ def write_bytes(path: Path, content: bytes) -> None:
     except OSError as error:
         needed = f"{len(content):,} bytes needed"
         raise RunFailed(f"cannot write {path}: {error.strerror or error} ({needed})") from None
+
+
+# -- sealed records and files ----------------------------------------------------------------------
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A JSON object on disk. Other fields are ignored, so that later versions can add some."""
+
+
+class FileList(Record, frozen=True, kw_only=True):
+    """The head of several files that are stored as one."""
+
+    sha256: dict[str, Sha256]
+    sizes: dict[str, Number]
+
+
+R = TypeVar("R", bound=Record)
+
+
+def check(facts: Mapping[str, Any], kind: type[R]) -> R:
+    """The record, if it has all fields in the right form; ValueError otherwise."""
+    try:
+        return msgspec.convert(facts, kind)
+    except msgspec.ValidationError as error:
+        text, _, place = str(error).partition(" - at `$")
+        where = place.strip(".`[]")
+        raise ValueError(f"{where}: {text.replace('`', '')}" if where else text) from None
+
+
+def seal(facts: Mapping[str, Any]) -> bytes:
+    """JSON whose last line is the SHA-256 of everything before it."""
+    return _seal(json.dumps(facts, indent=2, sort_keys=True).encode())
+
+
+def _seal(body: bytes) -> bytes:
+    digest = hashlib.sha256(body).hexdigest()
+    return body[: -len("\n}")] + f'{SEAL}{digest}"\n}}\n'.encode()
+
+
+def open_seal(raw: bytes, kind: type[Record]) -> dict[str, Any]:
+    """The content of a sealed record; ValueError if a bit was changed or if it is not of this
+    kind."""
+    head, mark, _ = raw.rpartition(SEAL.encode())
+    body = head + b"\n}"
+    if not mark or _seal(body) != raw:
+        raise ValueError("its seal is broken")
+    if body.count(b",") + body.count(b"[") + body.count(b"{") > MOST_VALUES:
+        raise ValueError(f"it holds more than {MOST_VALUES} values")
+    try:
+        found = json.loads(body)
+        check(found, kind)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return dict(found)
+
+
+def checksums(files: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
+def pack_files(files: Mapping[str, bytes]) -> bytes:
+    """Several files as one: a sealed list with their checksums, then their contents."""
+    sizes = {name: len(files[name]) for name in sorted(files)}
+    return seal({"sha256": checksums(files), "sizes": sizes}) + b"".join(
+        files[name] for name in sizes
+    )
+
+
+def unpack_files(content: bytes) -> dict[str, bytes]:
+    """The files that `pack_files` packed; {} if it is something else, or damaged."""
+    start = content.find(b"\n}\n") + 3
+    try:
+        facts = open_seal(content[:start], FileList)
+    except ValueError:
+        return {}
+    names = sorted(facts["sizes"])
+    ends = list(accumulate((facts["sizes"][name] for name in names), initial=start))
+    files = {name: content[a:b] for name, (a, b) in zip(names, pairwise(ends), strict=True)}
+    return files if (ends[-1], checksums(files)) == (len(content), facts["sha256"]) else {}

@@ -14,15 +14,15 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from fairvar import rng
+from fairvar import display, rng
 from fairvar.errors import BadInput, shown, unknown
+from fairvar.scores import ACCURACY, ROUNDING, Floats, Metric, Numbers, metric_of
+from fairvar.scores import as_array as as_array
 
-Floats = NDArray[np.float64]
-Numbers = ArrayLike | Any  # Any: a torch tensor; metrics do not import torch
-
-# Every metric in one line: for footnotes, hover texts and the manual.
+# Every number in one line: for footnotes, hover texts and the manual. p_k is the accuracy of client
+# k, or its score by another metric.
 DEFINITIONS = {
     "clients": "K: clients with at least one test sample and a finite accuracy",
     "dropped_clients": "clients left out because they have no test samples or no finite accuracy",
@@ -55,7 +55,7 @@ DEFINITIONS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Fairness:
     """What `fairness` computes; a field is also an item, `f["mean"]`, and `dict(**f)` works.
 
@@ -68,7 +68,10 @@ class Fairness:
     - a client with one test sample: p(1 − p)/(n − 1) is 0/0; the mean of n p(1 − p)/(n − 1) over
       the clients with more samples is used. If no client has two, noise and spread cannot be
       separated, and noise_floor, corrected_variance and its interval are nan;
-    - `samples` not given: those three and mean_over_samples are nan.
+    - `samples` not given: those three and mean_over_samples are nan;
+    - scores other than accuracies have no known noise: those three are nan;
+    - scores without bounds, or with negative ones: coefficient_of_variation and the indices from
+      gini on are nan.
     corrected_variance may be negative: that is what makes it unbiased.
     """
 
@@ -94,6 +97,21 @@ class Fairness:
     kl_to_uniform: float
     cosine_to_ones: float
 
+    def __repr__(self) -> str:
+        main = ("mean", "variance_over_clients", "corrected_variance", "worst_10_percent")
+        text = ", ".join(f"{name} {display.number(self[name])}" for name in main)
+        return f"<Fairness of {self.clients} clients: {text}>"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for name in self.keys():
+            value = self[name]
+            ends = value if isinstance(value, tuple) else (value,)
+            rows.append((name, " to ".join(map(display.number, ends)), DEFINITIONS[name]))
+        return display.card(
+            f"Fairness of {self.clients} clients", display.table((), rows, left=[2])
+        )
+
     def keys(self) -> list[str]:
         return [f.name for f in fields(self)]
 
@@ -107,6 +125,7 @@ def fairness(
     accuracy: Numbers,
     samples: Numbers | None = None,
     *,
+    metric: str | Metric = ACCURACY,
     ddof: int = 1,
     interval: float = 0.95,
     resamples: int = 2000,
@@ -123,21 +142,43 @@ def fairness(
     ⌊K/2⌋⌈K/2⌉ / (K (K − ddof)), and a corrected one of at least the negative of the largest noise
     floor, that of p_k = ½. Measured coverage of the 95 % interval (3000 federations of each of
     eight Beta laws): 93.6 – 95.1 % for K = 50, 93.9 – 95.6 % for K = 100; see docs/metrics.md.
+
+    `metric`: what the numbers are, if they are no accuracies: "rmse", "auc", … or a Metric. It says
+    which clients are the worst, and where scores end.
     """
     _check_options(ddof, interval, resamples, seed)
-    p, n, dropped = _clients(accuracy, samples)
+    kind = metric_of(metric)
+    p, n, dropped = _clients(accuracy, samples, kind)
+    with np.errstate(invalid="ignore"):  # a score may be infinite
+        return _fairness(p, n, dropped, kind, ddof, interval, resamples, seed)
+
+
+def _fairness(
+    p: Floats,
+    n: Floats | None,
+    dropped: int,
+    metric: Metric,
+    ddof: int,
+    interval: float,
+    resamples: int,
+    seed: int,
+) -> Fairness:
     K = len(p)
     scale = 1.0 if ddof == 1 else 1 - 1 / K
-    noise = np.full(K, math.nan) if n is None else scale * binomial_noise(p, n)
+    noisy = n is not None and metric.has_noise_floor
+    noise = scale * binomial_noise(p, n) if noisy else np.full(K, math.nan)
     variance = scale * float(_squares(p).mean()) if K > 1 else (0.0 if ddof == 0 else math.nan)
     sd, floor = math.sqrt(variance), float(noise.mean())
     corrected = variance - floor
     draws = resamples if K >= 5 else 0
     draw = rng.stream(seed, "fairness", "bootstrap").integers(0, K, (draws, K))
-    ranked, tenth = np.sort(p), math.ceil(K / 10)
+    ranked, served, tenth = np.sort(p), metric.worst_first(p), math.ceil(K / 10)
     low, high = float(ranked[0]), float(ranked[-1])
-    most = scale * (K // 2) * ((K + 1) // 2) / (K * max(K - 1, 1))
-    least = 0.0 if n is None else -scale * float(binomial_noise(np.full(K, 0.5), n).mean())
+    most = math.inf
+    if metric.bounds is not None:
+        width = metric.bounds[1] - metric.bounds[0]
+        most = width**2 * scale * (K // 2) * ((K + 1) // 2) / (K * max(K - 1, 1))
+    least = -scale * float(binomial_noise(np.full(K, 0.5), n).mean()) if noisy else 0.0
 
     def ends(value: float, noise: Floats, least: float) -> tuple[float, float]:
         return _interval(value, p, noise, scale, draw, interval, (least, most))
@@ -152,14 +193,13 @@ def fairness(
         variance_interval=ends(variance, np.zeros(K), 0.0),
         corrected_variance_interval=ends(corrected, noise, least),
         sd_over_clients=sd,
-        coefficient_of_variation=sd / float(p.mean()) if p.any() else sd,
         mean=float(ranked.mean()),
         smallest=low,
         largest=high,
         range_over_clients=high - low,
-        worst_10_percent=float(ranked[:tenth].mean()),
-        best_10_percent=float(ranked[-tenth:].mean()),
-        **_evenness(ranked),
+        worst_10_percent=float(served[:tenth].mean()),
+        best_10_percent=float(served[-tenth:].mean()),
+        **_ratios(p, sd, metric),
     )
 
 
@@ -176,6 +216,18 @@ def _check_options(ddof: int, interval: float, resamples: int, seed: int) -> Non
         raise BadInput(f"interval = {interval}: must lie between 0 and 1, as in 0.95")
     if resamples < 0:
         raise BadInput(f"resamples = {resamples}: must be ≥ 0 (0 leaves the intervals out)")
+
+
+RATIOS = ("coefficient_of_variation", "gini", "jain", "normalised_entropy", "kl_to_uniform",
+          "cosine_to_ones")  # fmt: skip
+
+
+def _ratios(p: Floats, sd: float, metric: Metric) -> dict[str, float]:
+    """What has no meaning for scores that may be negative or have no bounds."""
+    if not metric.has_shares:
+        return dict.fromkeys(RATIOS, math.nan)
+    variation = sd / float(p.mean()) if p.any() else sd
+    return {"coefficient_of_variation": variation, **_evenness(np.sort(p))}
 
 
 def _evenness(p: Floats) -> dict[str, float]:
@@ -195,11 +247,14 @@ def _evenness(p: Floats) -> dict[str, float]:
     }
 
 
-def _clients(accuracy: Numbers, samples: Numbers | None) -> tuple[Floats, Floats | None, int]:
-    """Checked accuracies and sample counts of the clients that count, and how many do not."""
-    p = vector(accuracy, "accuracy")
+def _clients(
+    scores: Numbers, samples: Numbers | None, metric: Metric
+) -> tuple[Floats, Floats | None, int]:
+    """Checked scores and sample counts of the clients that count, and how many do not. A score
+    without bounds may be infinite, which must not look as if it had not been measured."""
+    p, title = vector(scores, metric.title), metric.title
     n = None if samples is None else vector(samples, "samples", len(p))
-    keep = np.isfinite(p)
+    keep = ~np.isnan(p) if metric.bounds is None else np.isfinite(p)
     if n is not None:
         bad = ~(np.isfinite(n) & (n >= 0) & (n == np.round(n)))
         if bad.any():
@@ -207,12 +262,19 @@ def _clients(accuracy: Numbers, samples: Numbers | None) -> tuple[Floats, Floats
             raise BadInput(f"samples of client {k} = {n[k]}: give the number of its test samples")
         keep &= n > 0
     if not keep.any():
-        raise BadInput("no client has test samples and a finite accuracy; nothing can be measured")
-    outside = keep & ~((p >= -1e-6) & (p <= 1 + 1e-6))  # float32 sums may end a little above 1
-    if outside.any():
-        k = int(outside.argmax())
-        raise BadInput(f"accuracy of client {k} = {p[k]}: give fractions in [0, 1] (percent / 100)")
-    return np.clip(p[keep], 0, 1), None if n is None else n[keep], int((~keep).sum())
+        raise BadInput(f"no client has test samples and a finite {title}; nothing can be measured")
+    if metric.bounds is not None:
+        low, high = metric.bounds
+        outside = keep & ~((p >= low - ROUNDING) & (p <= high + ROUNDING))
+        if outside.any():
+            k = int(outside.argmax())
+            unit = "fractions" if metric.factor == 100 else "scores"
+            hint = " (percent / 100)" if metric.factor == 100 else ""
+            raise BadInput(
+                f"{title} of client {k} = {p[k]}: give {unit} in [{low:g}, {high:g}]{hint}"
+            )
+        p = np.clip(p, low, high)
+    return p[keep], None if n is None else n[keep], int((~keep).sum())
 
 
 def binomial_noise(p: Floats, n: Numbers) -> Floats:
@@ -260,7 +322,7 @@ def _interval(
 ) -> tuple[float, float]:
     """Studentised bootstrap over clients for `value`, the mean of scale · squares − noise, cut at
     the ends of what it can be."""
-    if len(draw) == 0 or np.isnan(noise).any():
+    if len(draw) == 0 or np.isnan(noise).any() or not math.isfinite(value):
         return math.nan, math.nan
     K = len(p)
     term = scale * _squares(p) - noise
@@ -289,15 +351,6 @@ def vector(values: Numbers, name: str, length: int | None = None) -> Floats:
     if length is not None and len(array) != length:
         raise BadInput(f"{name} has {len(array)} entries, not {length}; give one per client")
     return array
-
-
-def as_array(values: Numbers, name: str) -> Floats:
-    """A list, numpy array or torch tensor in float64."""
-    values = values.detach().cpu().numpy() if hasattr(values, "detach") else values
-    try:
-        return np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise BadInput(f"{name} cannot be read as an array of numbers") from None
 
 
 def variance_in_units(value: float, unit: str) -> float:
@@ -355,14 +408,16 @@ def epsilon_fair_order(performance: Numbers, average_loss: Numbers, epsilon: flo
     return FairOrder(feasible, order.astype(np.int64), variance)
 
 
-def worse_than(a: Numbers, b: Numbers) -> float:
-    """Fraction of clients with a_k < b_k, among those measured under both (nan: not measured)."""
+def worse_than(a: Numbers, b: Numbers, metric: str | Metric = ACCURACY) -> float:
+    """Fraction of clients with a_k < b_k (a_k > b_k where lower is better), among those measured
+    under both (nan: not measured)."""
     left = vector(a, "a")
     right = vector(b, "b", len(left))
     both = ~(np.isnan(left) | np.isnan(right))
     if not both.any():
         raise BadInput("no client has an accuracy under both models; nothing can be compared")
-    return float((left[both] < right[both]).mean())
+    sign = metric_of(metric).sign
+    return float((sign * left[both] < sign * right[both]).mean())
 
 
 def pareto_front(accuracy: Numbers, variance: Numbers) -> NDArray[np.int64]:

@@ -175,6 +175,12 @@ def _status(field: str) -> int | None:
     return None
 
 
+def note(text: str | None) -> None:
+    """A line on stderr, for example before a long computation."""
+    if text is not None:
+        print(plain(text), file=sys.stderr)
+
+
 # -- progress --------------------------------------------------------------------------------------
 @contextmanager
 def progress(title: str) -> Iterator[Report]:

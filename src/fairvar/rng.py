@@ -3,9 +3,9 @@
 Every draw names its stream, `stream(seed, "partition", "mnist")`, so adding a client, a worker or a
 restart changes nobody else's numbers and a resumed run needs no generator state.
 
-Mini-batches need a draw per sample in every round. Those come from `sample_keys`, a counter-based
-hash (the splitmix64 finaliser) in plain integer operations: one vectorised call for all clients,
-and the same numbers on every device.
+Mini-batches need a draw per sample in every round, dropout one per unit of a layer. Those come from
+`sample_keys` and `unit_keys`, a counter-based hash (the splitmix64 finaliser) in plain integer
+operations: one vectorised call for all clients, and the same numbers on every device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
-from jaxtyping import Int64
+import torch
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -55,3 +56,15 @@ def sample_keys(
     `stream_key` is `signed(key(…))` as a tensor."""
     of_client = _mix((client + 1) * signed(_GOLDEN) + stream_key)
     return _mix(of_client + (position + 1) * signed(_GOLDEN))
+
+
+def numbered(keys: Int64[Tensor, " *shape"], number: int) -> Int64[Tensor, " *shape"]:
+    """Other keys for each number, such as a local step."""
+    return _mix(keys + signed((number + 1) * _GOLDEN % (1 << 64)))
+
+
+def kept_units(keys: Int64[Tensor, " b"], units: int, dropped: float) -> Bool[Tensor, "b units"]:
+    """Which of its units each sample keeps: each is dropped with this probability, by a hash of the
+    sample's key and the unit's number."""
+    unit = (torch.arange(units, device=keys.device) + 1) * signed(_GOLDEN)
+    return _shift_right(_mix(keys[:, None] + unit), 11) >= round(dropped * (1 << 53))

@@ -1,18 +1,43 @@
-"""Arithmetic on models: a `Tree` is a dict from parameter name to tensor."""
+"""Arithmetic on models: a `Tree` is a dict from parameter name to tensor. `Inputs` are what a model
+takes of some samples: one tensor or several."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Tree = dict[str, Tensor]
+Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]  # module(x), module(*x) or module(**x)
 COLUMNS = 1 << 16  # of a matrix of updates that are in float64 at once
 
 
 def tree_map(function: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
     return {name: function(leaf, *(o[name] for o in others)) for name, leaf in tree.items()}
+
+
+def map_inputs(function: Callable[[Tensor], Any], inputs: Inputs) -> Any:
+    """The function of one tensor, or of each of several in their tuple or dict."""
+    if isinstance(inputs, Tensor):
+        return function(inputs)
+    if isinstance(inputs, dict):
+        return {name: function(part) for name, part in inputs.items()}
+    return tuple(function(part) for part in inputs)
+
+
+def input_parts(inputs: Inputs) -> dict[str, Tensor]:
+    """Each tensor by what an error message calls it."""
+    if isinstance(inputs, Tensor):
+        return {"x": inputs}
+    named = inputs.items() if isinstance(inputs, dict) else enumerate(inputs)
+    return {f"x[{name!r}]": part for name, part in named}
+
+
+def one_input(inputs: Inputs) -> Tensor:
+    """The first of them: all have the same samples on the same device."""
+    return next(iter(input_parts(inputs).values()))
 
 
 def zeros_like(tree: Tree) -> Tree:

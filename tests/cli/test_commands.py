@@ -132,7 +132,7 @@ def test_methods_lists_the_eight_with_their_traffic(capsys):
         "AAggFF": (1, "d", "d + 1s"), "FairLoss": (1, "2d + 1s", "2d + 1s"),
         "FairLoss*": (2, "2d + 1s", "2d + 1s"), "FairGrad": (1, "2d", "2d"),
         "FairGrad*": (2, "2d", "2d"),
-    }  # fmt: skip  # algorithms.md 2.9
+    }  # fmt: skip
     assert {k: (found[k]["exchanges"], found[k]["down"], found[k]["up"]) for k in table} == table
     assert call(capsys, "methods")[0] == 0
 
@@ -188,9 +188,12 @@ def test_demo_shows_all_eight_methods(capsys, tmp_path):
     code, out, _ = call(
         capsys, "demo", "--seeds", "1", "--rounds", "10", "--out", str(tmp_path), "--json"
     )
-    (table,) = json.loads(out)
+    table, rotated = json.loads(out)
     rows = table["rows"]
     assert code == 0
+    assert [r["method"] for r in rotated["rows"]] == ["FedAvg", "AFL", "q-FFL", "FairLoss*", "TERM"]
+    assert (tmp_path / "who_gains-mnist_rotated.png").stat().st_size > 5000
+    assert "The 10 clients that are different by nature" in (tmp_path / "index.html").read_text()
     assert [r["method"] for r in rows] == ["FedAvg", "AFL", "q-FFL", "AAggFF", "FairLoss",
                                            "FairLoss*", "FairGrad", "FairGrad*"]  # fmt: skip
     for stem in ("partition", "client_accuracies", "front", "curves"):
@@ -205,7 +208,7 @@ def test_demo_of_further_methods(capsys, tmp_path):
     given = ["--methods", "fedavg,extended", "--seeds", "1", "--rounds", "4", "--out", tmp_path]
     code, out, err = call(capsys, "demo", *map(str, given), "--json")
     assert code == 0, err
-    (table,) = json.loads(out)
+    table, _ = json.loads(out)
     found = [row["method"] for row in table["rows"]]
     assert found == [
         "FedAvg", "TERM", "PropFair", "Superquantile", "GIFAIR", "Semi-VRed", "FedMGDA+", "FedFV",

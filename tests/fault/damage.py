@@ -32,6 +32,7 @@ from fairvar.cli.library import run_table
 from fairvar.data import sources
 from fairvar.data.readers.arrays import read_idx
 from fairvar.errors import BadInput, FairvarError, IntegrityError
+from fairvar.files import seal
 from fairvar.models.weights import read_tensors
 from fairvar.process import peak_bytes, reset_peak
 from fairvar.report.files import group_table
@@ -40,7 +41,7 @@ from fairvar.runs.archive import ARCHIVE, LIST, unpacked
 from fairvar.runs.config import Config
 from fairvar.runs.results import gather
 from fairvar.runs.serialize import unpack_checkpoint
-from fairvar.runs.store import MANIFEST, seal
+from fairvar.runs.store import MANIFEST
 from fairvar.runs.stored import StoredRun, recorded_federation
 from fairvar.runs.verify import check_files
 

@@ -20,6 +20,7 @@ from nursery import KEPT, run_bytes
 from safetensors.torch import load, save
 
 from fairvar.errors import BadInput, IntegrityError
+from fairvar.files import seal, unpack_files
 from fairvar.runs import runner
 from fairvar.runs.batch import run_cell
 from fairvar.runs.plan import Plan
@@ -29,8 +30,6 @@ from fairvar.runs.store import (
     MANIFEST,
     SLOTS,
     read_checkpoints,
-    seal,
-    unpack_files,
     write_checkpoint,
 )
 from fairvar.runs.stored import StoredRun, recorded_federation, verify

@@ -18,13 +18,14 @@ from safetensors.torch import load, save
 from fairvar.cli import main
 from fairvar.data import sources
 from fairvar.errors import BadInput, FairvarError, IntegrityError
-from fairvar.methods.plugin import load_plugin
+from fairvar.files import seal
 from fairvar.runs.archive import condense, extract
 from fairvar.runs.batch import arrange
 from fairvar.runs.config import Config, merge_overrides
+from fairvar.runs.own import load_plugin
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather
-from fairvar.runs.store import MANIFEST, seal
+from fairvar.runs.store import MANIFEST
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.sweep import run_sweep
 from fairvar.runs.verify import check_files

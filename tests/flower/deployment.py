@@ -4,6 +4,7 @@ own, under TLS with authentication, with the keys that `fairvar flower keys` mak
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -33,9 +34,10 @@ from pathlib import Path
 from flwr.clientapp import ClientApp
 from fairvar.deploy.flower import client_app
 from fairvar.deploy.flower.client import client_id
-from APP.model import make_model
+from APP.data import data
+from APP.model import model
 
-inner = client_app(make_model)
+inner = client_app(model, data)
 
 
 class Patient(ClientApp):
@@ -43,7 +45,7 @@ class Patient(ClientApp):
         if message.metadata.message_type == "train":
             records = message.content.config_records  # stages of a secure sum have others
             t = records["message"]["round"] if "message" in records else None
-            place = Path("FOLDER") / f"{client_id(context.node_config)}-{t}"
+            place = Path("FOLDER") / f"{client_id(context)}-{t}"
             end = time.monotonic() + 300
             while place.exists() and time.monotonic() < end:
                 time.sleep(0.2)
@@ -72,6 +74,34 @@ def until(ready: Callable[[], bool], seconds: float, what: str) -> None:
     while not ready():
         assert time.monotonic() < end, f"waited {seconds} s for {what}"
         time.sleep(0.25)
+
+
+def commands_of(page: Path) -> list[str]:
+    """The blocks of a page that are to be executed."""
+    return re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.DOTALL)
+
+
+def run_commands(script: str, folder: Path, environment: dict[str, str], seconds: float) -> str:
+    """Execute a page's commands in this folder, on ports that are free; returns what they print.
+    All that they have started is ended afterwards."""
+    port, *nodes = free_ports(6)
+    script = script.replace("8000", str(port)).replace("910$i", "${PORTS[$i]}")
+    script = f"set -euo pipefail\nPORTS=({' '.join(map(str, nodes))})\n{script}"
+    with open(folder / "page.log", "wb") as log:
+        process = subprocess.Popen(
+            ["bash", "-c", script], cwd=folder, env={**environment, "PYTHONUNBUFFERED": "1"},
+            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(timeout=seconds)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            kill_all_of(folder / "flwr")
+    text = (folder / "page.log").read_text(errors="replace")
+    assert code == 0, text[-3000:]
+    return text
 
 
 class Deployment:

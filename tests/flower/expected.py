@@ -30,7 +30,7 @@ def _model(app: Path):
     spec = importlib.util.spec_from_file_location("trial_model", app / app.name / "model.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.make_model
+    return module.model
 
 
 def as_text(changes: dict[str, object]) -> str:

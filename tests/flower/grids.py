@@ -74,14 +74,14 @@ class InProcessGrid(Grid):
         client = self.clients[node]
         config: dict = {"partition-id": client}
         if client in self.data:
-            config = {"client": client, "data": self.data[client]}
+            config = {"client": client, "data": str(self.data[client])}
         config = self.node_config.get(client, config)
         state = self.states.setdefault(node, RecordDict())
         context = Context(1, node, config, state, dict(self.run_config), 1)
         try:
             reply = self.app(_travelled(message), context)
         except Exception as error:  # as Flower does with any exception of an app
-            reply = Message(Error(2, repr(error)), reply_to=message)
+            reply = Message(Error(2, f"{type(error)}:<'{error}'>"), reply_to=message)
         reply = _travelled(reply)
         return reply if self.spoil is None else self.spoil(node, reply)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -18,15 +18,22 @@ import torch
 
 pytest.importorskip("flwr")
 
-from flwr.app import Array, Error, Message
+from flwr.app import Array, Context, Error, Message, RecordDict
 from grids import InProcessGrid, Spoil
 
 import fairvar as fv
 from checks import METHODS, OPTIONS
 from fairvar.cli import main
 from fairvar.deploy import guard
-from fairvar.deploy.flower import client_app, server, transport
-from fairvar.deploy.flower.client import node_data
+from fairvar.deploy.flower import (
+    client_app,
+    embedded_part,
+    place_of,
+    server,
+    site_of,
+    transport,
+)
+from fairvar.deploy.flower.client import Data, node_client
 from fairvar.deploy.flower.server import folder_of, run_on
 from fairvar.deploy.flower.setup import read_setup
 from fairvar.methods.base import Method
@@ -77,6 +84,17 @@ def expected(stored: StoredRun, engine: str = "reference", **more: object) -> fv
     config, data = stored.config, federation_of(stored.config)
     given: dict = {"rounds": 3, "lr": 0.1, "dtype": torch.float64, "engine": engine, **more}
     return fv.train(model_of(config, data), data, config.method, **given)
+
+
+def own(context: Context) -> fv.ClientData:
+    """The function `data` of an app whose nodes have .npz files."""
+    with np.load(place_of(context)) as arrays:
+        return fv.ClientData.from_arrays(arrays["x"], arrays["y"], name=site_of(context))
+
+
+def run_own(config: dict, grid: InProcessGrid, data: Data = own) -> StoredRun:
+    grid.app = client_app(None, data)
+    return StoredRun.open(run_on(grid, read_setup(config, None, data)))
 
 
 COLLAPSED = fv.FairLoss(0.5, exact=True, collapsed=True)
@@ -191,10 +209,10 @@ def test_nodes_with_their_own_files(tmp_path: Path) -> None:
         x = draw.standard_normal((30 + 10 * i, 6)).astype(np.float32)
         places[i] = str(tmp_path / f"ward{i}.npz")
         np.savez(places[i], x=x, y=(x.sum(1) > 0.3 * i).astype(np.int64))
-    more: dict = {"data": "npz", "clients": 3, "input-shape": "6", "classes": 2, "rounds": 4}
+    more: dict = {"data": "own", "clients": 3, "input-shape": "6", "classes": 2, "rounds": 4}
     config = run_config(fv.FairLoss(0.5), tmp_path / "runs", **more)
     nodes = InProcessGrid(config, {7: 0, 8: 1, 9: 2}, data=places)
-    stored = StoredRun.open(run_on(nodes, read_setup(config)))
+    stored = run_own(config, nodes)
     history = stored.history()
     assert stored.manifest["birth"]["refused"] == {}
     assert history.samples["train"].tolist() == [24, 32, 40]
@@ -248,38 +266,15 @@ def test_a_node_with_a_single_class_takes_part(tmp_path: Path) -> None:
         x = np.random.default_rng(i).standard_normal((20, 6)).astype(np.float32)
         places[i] = str(tmp_path / f"ward{i}.npz")
         np.savez(places[i], x=x, y=np.full(20, 2 * i))
-    more: dict = {"data": "npz", "clients": 2, "input-shape": "6", "classes": 3, "rounds": 2}
+    more: dict = {"data": "own", "clients": 2, "input-shape": "6", "classes": 3, "rounds": 2}
     config = run_config(fv.AFL(), tmp_path / "runs", **more)
-    nodes = InProcessGrid(config, {7: 0, 8: 1}, data=places)
-    stored = StoredRun.open(run_on(nodes, read_setup(config)))
+    stored = run_own(config, InProcessGrid(config, {7: 0, 8: 1}, data=places))
     assert stored.manifest["birth"]["refused"] == {}
     assert stored.history().samples["train"].tolist() == [16, 16]
     few = run_config(fv.AFL(), tmp_path / "few", "federation.repeats=0", **more | {"classes": 2})
-    stored = StoredRun.open(run_on(InProcessGrid(few, {7: 0, 8: 1}, data=places), read_setup(few)))
+    stored = run_own(few, InProcessGrid(few, {7: 0, 8: 1}, data=places))
     rows = (stored.folder / "refused.csv").read_text()
-    assert "label 2 of sample 0 in x is outside 0 … 1" in rows
-
-
-def test_a_folder_that_lacks_classes_is_refused(tmp_path: Path) -> None:
-    """Its sub-folders are numbered by name: without all of them the numbers would be others'."""
-    image = pytest.importorskip("PIL.Image")
-    for kind in ("cat", "fox"):
-        (tmp_path / "images" / kind).mkdir(parents=True)
-        for k in range(4):
-            pixels = np.full((4, 4), 10 * k, dtype=np.uint8)
-            image.fromarray(pixels).save(tmp_path / "images" / kind / f"{k}.png")
-    more: dict = {"data": "folder", "clients": 1, "input-shape": "1,4,4", "rounds": 1}
-    for classes, complaint in ((2, ""), (3, "has 2 class sub-folders with images, the run 3")):
-        text = "federation.repeats=0"
-        config = run_config(fv.FedAvg(), tmp_path / "runs", text, **more, classes=classes)
-        nodes = InProcessGrid(config, {7: 0}, data={0: str(tmp_path / "images")})
-        if not complaint:
-            assert run_on(nodes, read_setup(config)).exists()
-            continue
-        with pytest.raises(fv.RunFailed, match="1 × error"):
-            run_on(nodes, read_setup(config))
-        with pytest.raises(fv.BadInput, match=complaint):
-            node_data(read_setup(config), 0, {"data": str(tmp_path / "images")})
+    assert "sample 0: label 2 is outside 0 … 1" in rows
 
 
 def test_another_model_is_another_run(tmp_path: Path) -> None:
@@ -290,17 +285,127 @@ def test_another_model_is_another_run(tmp_path: Path) -> None:
         for m in ([torch.nn.Linear(64, 10)], [torch.nn.Linear(64, 64), torch.nn.Linear(64, 10)])
     )
     assert len({folder_of(s) for s in (wide, deep, read_setup(config))}) == 3
-    own: dict = {"data": "npz", "input-shape": "6"}
+    own: dict = {"data": "own", "input-shape": "6"}
     folders = {folder_of(read_setup(config | own | {"classes": n})) for n in (2, 3)}
     assert len(folders) == 2
 
 
-def test_a_node_without_its_data_says_so(tmp_path: Path) -> None:
-    more: dict = {"data": "npz", "clients": 1, "input-shape": "6", "classes": 2, "rounds": 1}
-    config = run_config(fv.FedAvg(), tmp_path, "federation.repeats=0", **more)
-    with pytest.raises(fv.RunFailed, match="1 × error"):
-        run_on(InProcessGrid(config, {7: 0}), read_setup(config))
-    assert "1 × error" in (folder_of(read_setup(config)) / "failed.txt").read_text()
+SITES: dict = {"data": "own", "sites": "berlin lyon", "input-shape": "2", "classes": 2, "rounds": 2}
+
+
+def table_of(context: Context) -> fv.ClientData:
+    return fv.ClientData.from_csv(place_of(context), target="ill", name=site_of(context))
+
+
+def two_sites(folder: Path) -> Path:
+    folder.mkdir()
+    for number, site in enumerate(("berlin", "lyon")):
+        x = np.random.default_rng(number).standard_normal((40, 2))
+        lines = [f"{a},{b},{int(a > b)}" for a, b in x]
+        (folder / f"{site}.csv").write_text("\n".join(["age,pulse,ill", *lines]))
+    return folder
+
+
+def test_sites_have_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A node says its site, and its number follows from the run's list; the same in a simulation,
+    which finds the files by the names."""
+    folder = two_sites(tmp_path / "tables")
+    config = run_config(fv.FairLoss(0.5), tmp_path / "runs", **SITES)
+    there = {
+        n: {"site": s, "data": str(folder / f"{s}.csv")} for n, s in enumerate(("lyon", "berlin"))
+    }
+    deployed = run_own(config, InProcessGrid(config, {7: 0, 8: 1}, node_config=there), table_of)
+    told = capsys.readouterr().out
+    simulated = run_config(fv.FairLoss(0.5), tmp_path / "runs", **SITES, folder=str(folder))
+    again = run_own(simulated, InProcessGrid(simulated, {7: 0, 8: 1}), table_of)
+    assert deployed.folder != again.folder  # the files of a simulation are part of what it is
+    for run in (deployed, again):
+        assert b'"sites":{"0":"berlin","1":"lyon"}' in (run.folder / "federation.json").read_bytes()
+    for name, leaf in deployed.history().state.params.items():
+        assert torch.equal(again.history().state.params[name], leaf)
+    rows = [line.split() for line in told.splitlines()]
+    assert [row[:3] for row in rows if row[:1] in (["berlin"], ["lyon"])] == [
+        ["berlin", "32", "4"], ["lyon", "32", "4"]]  # fmt: skip
+    assert "FairLoss after 2 rounds" in told
+
+
+def test_a_node_that_fails_is_told_by_name_and_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = two_sites(tmp_path / "tables")
+    (folder / "lyon.csv").write_text("age,pulse,ill\n1.0,,1\n")
+    options = "federation.repeats=1"
+    config = run_config(fv.FedAvg(), tmp_path / "a", options, **SITES, folder=str(folder))
+    with caplog.at_level("INFO", "flwr.fairvar"):
+        stored = run_own(config, InProcessGrid(config, {7: 0, 8: 1}), table_of)
+    why = "lyon.csv, line 2: pulse is '', not a number"
+    assert f"lyon (client 1) is lost: BadInput: {folder}/{why}" in caplog.text
+    assert "round 2 of 2: 1 of 2 clients, test loss" in caplog.text
+    refused = (stored.folder / "refused.csv").read_text().splitlines()
+    assert refused[0].endswith(",site")
+    assert all(why in row and row.endswith(",lyon") for row in refused[1:])
+    (folder / "berlin.csv").unlink()
+    config = run_config(fv.FedAvg(), tmp_path / "b", options, **SITES, folder=str(folder))
+    with pytest.raises(fv.RunFailed) as failed:
+        run_own(config, InProcessGrid(config, {7: 0, 8: 1}), table_of)
+    text = (folder_of(read_setup(config, None, table_of)) / "failed.txt").read_text()
+    assert text == f"{failed.value}\n"
+    assert "4 × error" in text
+    assert "berlin (client 0): BadInput: this node does not know where its data are" in text
+    assert why in text
+    assert "(2 times)" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "node", "message"),
+    [
+        ({}, {"site": "turin"}, "started as site 'turin', the run has berlin, lyon"),
+        ({}, {}, "start it with --node-config 'site=\"berlin\"'"),
+        ({"input-shape": "3"}, {"site": "berlin"}, "samples have shape (2,), the run expects (3,)"),
+        ({"data": "digits"}, {"site": "berlin"}, 'but the run says data = "digits"'),
+    ],
+)  # fmt: skip
+def test_a_node_that_does_not_fit(change: dict, node: dict, message: str, tmp_path: Path) -> None:
+    config = run_config(fv.FedAvg(), tmp_path, **SITES | change)
+    place = {"data": str(two_sites(tmp_path / "tables") / "berlin.csv")}
+    context = Context(1, 7, {**node, **place}, RecordDict(), config, 1)
+    with pytest.raises(fv.BadInput) as refused:
+        node_client(context, table_of, None)
+    assert message in str(refused.value)
+
+
+def test_the_template_reads_no_own_data(tmp_path: Path) -> None:
+    config = run_config(fv.FedAvg(), tmp_path, **SITES)
+    with pytest.raises(fv.BadInput, match="must read the data of this node"):
+        embedded_part(Context(1, 7, {"partition-id": 0}, RecordDict(), config, 1))
+
+
+def test_a_model_with_its_loss(tmp_path: Path) -> None:
+    """A regression: 0 classes, and the loss comes with the model. An edited loss is another run."""
+
+    def model() -> tuple[torch.nn.Module, str]:
+        return torch.nn.Linear(2, 1), "mse"
+
+    def absolute() -> tuple[torch.nn.Module, Callable]:
+        return torch.nn.Linear(2, 1), lambda out, y: (out[:, 0] - y).abs()
+
+    folder = two_sites(tmp_path / "tables")
+    more = SITES | {"classes": 0, "folder": str(folder)}
+    config = run_config(fv.FairGrad(0.1), tmp_path / "runs", **more)
+    grid = InProcessGrid(config, {7: 0, 8: 1})
+    grid.app = client_app(model, table_of)
+    setup = read_setup(config, model, table_of)
+    history = StoredRun.open(run_on(grid, setup)).history()
+    assert not history.classifies
+    sites = [fv.ClientData.from_csv(folder / f"{s}.csv", "ill") for s in ("berlin", "lyon")]
+    parts = {p: [getattr(s, p) for s in sites] for p in ("train", "valid", "test")}
+    floats = {p: [(x, y.astype(np.float32)) for x, y in pairs] for p, pairs in parts.items()}
+    data = fv.Federation.from_arrays(**floats)
+    more = {"rounds": 2, "lr": 0.1, "dtype": torch.float64, "engine": "reference", "loss": "mse"}
+    alone = fv.train(setup.agreed.model, data, fv.FairGrad(0.1), **more)
+    for name, leaf in alone.state.params.items():
+        assert torch.equal(history.state.params[name], leaf)
+    assert folder_of(read_setup(config, absolute, table_of)) != folder_of(setup)
 
 
 def test_a_model_of_another_method_is_a_start(tmp_path: Path) -> None:
@@ -749,7 +854,10 @@ def test_privacy_is_refused_where_it_would_not_cover(method: fv.Method, tmp_path
         ({"method-options": "strengh=1"}, "unknown key method.strengh"),
         ({"options": "federation.dedline=3"}, "unknown key federation.dedline"),
         ({"rond": 3}, "unknown key rond"),
-        ({"data": "npz"}, "input-shape = ''"),
+        ({"data": "own"}, "input-shape = ''"),
+        ({"data": "own", "input-shape": "6", "classes": -1}, "or 0 for a regression"),
+        ({"data": "npz"}, 'write it there and set data = "own"'),
+        ({"sites": "berlin berlin"}, "every site needs a name of its own"),
         ({"rounds": 0}, "train.rounds"),
         ({"options": "'"}, "cannot be read"),
         (

@@ -9,7 +9,8 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[2] / "src" / "fairvar"
 # A package may import packages of earlier layers only.
 LAYERS: tuple[set[str], ...] = (
-    {"_version", "errors", "rng", "tree"},
+    {"_version", "display", "errors", "rng", "tree"},
+    {"scores"},
     {"files", "metrics", "objectives", "process", "validation"},
     {"data", "methods", "models", "theory"},
     {"engine"},

@@ -22,7 +22,6 @@ import pytest
 from commands import call
 from fairvar.errors import BadInput, RunFailed
 from fairvar.methods import METHODS
-from fairvar.methods.plugin import load_plugin
 from fairvar.runs import identity
 from fairvar.runs.batch import arrange, run_group
 from fairvar.runs.cluster import (
@@ -36,6 +35,7 @@ from fairvar.runs.cluster import (
     unpacked,
 )
 from fairvar.runs.config import Config
+from fairvar.runs.own import load_plugin
 from fairvar.runs.plan import Plan
 from fairvar.runs.runner import Watch, missing, run_folder
 
@@ -148,7 +148,7 @@ def test_files_sent_back_equal_those_computed_here(tmp_path: Path) -> None:
     cells = Plan.from_dict(PLAN).cells
     there = tmp_path / "there"
     for part in arrange(cells):
-        assert accept(compute_batch(make_batch(part, there, None, {}), dict), part, there)
+        assert accept(compute_batch(make_batch(part, there, {}), dict), part, there)
     assert missing(cells, there) == []
     assert here(cells, tmp_path / "here") == files(there)
     assert list((there / "federations").iterdir())
@@ -159,9 +159,7 @@ def test_a_batch_may_continue_elsewhere_after_every_round(tmp_path: Path, batch:
     cells, there = Plan.from_dict(PLAN).cells, tmp_path / "there"
     for part in arrange(cells, batch):
         tasks = 1
-        while not accept(
-            compute_batch(make_batch(part, there, None, {}, seconds=0), dict), part, there
-        ):
+        while not accept(compute_batch(make_batch(part, there, {}, seconds=0), dict), part, there):
             tasks += 1
         assert tasks == 4  # three rounds, and the files
     assert files(there) == here(cells, tmp_path / "here", batch)
@@ -176,7 +174,7 @@ def test_a_node_with_another_file_of_the_same_name(
         own_npz(tmp_path / place, seed)
     monkeypatch.chdir(tmp_path / "here")
     expected = here([cell], tmp_path / "expected")
-    parcels, batch = parcels_of([cell]), make_batch((cell,), tmp_path / "out", None, {})
+    parcels, batch = parcels_of([cell]), make_batch((cell,), tmp_path / "out", {})
     monkeypatch.chdir(tmp_path / "node")
     identity.forget_files()
     with pytest.raises(RunFailed, match="differ from those of the sweep"):
@@ -199,7 +197,7 @@ def test_folders_and_several_files_keep_their_places(tmp_path: Path) -> None:
 
 def test_a_node_with_other_versions_refuses(tmp_path: Path) -> None:
     part = arrange(Plan.from_dict(PLAN).cells)[0]
-    batch = make_batch(part, tmp_path, None, {})
+    batch = make_batch(part, tmp_path, {})
     other = batch._replace(versions={**batch.versions, "torch": "2.0.0"})
     with pytest.raises(RunFailed, match="install the same versions"):
         compute_batch(other, dict)
@@ -301,17 +299,17 @@ def test_plugin_and_data_go_along_and_tasks_take_their_share(
 ) -> None:
     """Only the second node has a GPU, as far as Ray knows, so it computes all."""
     nodes = cluster({"num_cpus": 1}, {"num_cpus": 1, "num_gpus": 1})
-    plugin, log = noting(tmp_path, 0.0, monkeypatch)
+    _, log = noting(tmp_path, 0.0, monkeypatch)
     cells, quiet = noted_cells(), lambda *_: None
     alone = arrange(cells, batch=False)
-    run_on_ray(alone, tmp_path / "there", nodes.address, quiet, plugin, Share(0.5, 0.25))
+    run_on_ray(alone, tmp_path / "there", nodes.address, quiet, Share(0.5, 0.25))
     seen = notes(log)
     assert {n["node"] for n in seen} == {nodes.members[1].node_id}
     assert {(n["CPU"], n["GPU"]) for n in seen} == {(0.5, 0.25)}
     assert all(n["helper"].startswith(str(tmp_path / "cache-of-nodes" / "ray")) for n in seen)
     assert files(tmp_path / "there") == here(cells, tmp_path / "here", batch=False)
     with pytest.raises(BadInput, match=r"no node of the Ray cluster has 1 CPU\(s\) and 2 GPU"):
-        run_on_ray(alone, tmp_path / "new", nodes.address, quiet, plugin, Share(1, 2))
+        run_on_ray(alone, tmp_path / "new", nodes.address, quiet, Share(1, 2))
     assert not (tmp_path / "new").exists()
 
 
@@ -321,7 +319,7 @@ def test_runs_of_a_killed_node_continue_elsewhere(
     cluster: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = cluster({"num_cpus": 1}, {"num_cpus": 1})
-    plugin, log = noting(tmp_path, 0.1, monkeypatch)
+    _, log = noting(tmp_path, 0.1, monkeypatch)
     cells = noted_cells(rounds=60)
     killed = nodes.members[1]
 
@@ -333,7 +331,7 @@ def test_runs_of_a_killed_node_continue_elsewhere(
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
     alone = arrange(cells, batch=False)
-    run_on_ray(alone, tmp_path / "there", nodes.address, lambda *_: None, plugin, seconds=0.5)
+    run_on_ray(alone, tmp_path / "there", nodes.address, lambda *_: None, seconds=0.5)
     thread.join()
     seen = notes(log)
     (moved,) = {n["strength"] for n in seen if n["node"] == killed.node_id and n["round"] >= 10}

@@ -32,8 +32,8 @@ from fairvar.data import (
     quadratics,
     random_quadratics,
 )
-from fairvar.data.build import held_out_counts
 from fairvar.data.federation import Federation
+from fairvar.data.own_data import held_out_counts
 from fairvar.errors import BadInput, IntegrityError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -408,7 +408,23 @@ def test_bad_logistic_is_refused(options):
         logistic(**{"clients": 2, **options})
 
 
-@pytest.mark.parametrize("name", ["digits", "mnist_1000", "logistic", "quadratic"])
+@pytest.mark.parametrize(
+    "name", ["digits", "mnist_1000", "mnist_rotated", "logistic", "quadratic", "clinics"]
+)
 def test_a_billion_clients_are_refused_at_once(name):
     with pytest.raises(BadInput, match="1000000000"):
         load_federation(name, 1_000_000_000)
+
+
+def test_a_fifth_of_the_clients_see_rotated_images():
+    even = load_federation("mnist_1000", 10, IID(), seed=3)
+    rotated = load_federation("mnist_rotated", 10, seed=3)
+    assert rotated.provenance["special"] == [8, 9]
+    for part in ("train", "valid", "test"):
+        for client in range(10):
+            x, y = getattr(even, part).of(client)
+            turned, labels = getattr(rotated, part).of(client)
+            assert torch.equal(turned, x.rot90(1, (2, 3)) if client >= 8 else x)
+            assert torch.equal(labels, y)
+    with pytest.raises(BadInput, match="client by client"):
+        load_federation("mnist_rotated", 10, IID())

@@ -25,7 +25,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "flower_app"
 
 def test_the_example_is_what_the_command_writes(tmp_path: Path) -> None:
     written = new_app(tmp_path / "flower_app")
-    assert len(written) == 6
+    assert len(written) == 7
     for path in written:
         assert path.read_text() == (EXAMPLE / path.relative_to(tmp_path / "flower_app")).read_text()
 

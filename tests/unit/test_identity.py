@@ -23,6 +23,7 @@ from safetensors.torch import save
 from fairvar import cli
 from fairvar.data import dataset_sha256, sources
 from fairvar.errors import BadInput, FairvarError, IntegrityError
+from fairvar.files import seal
 from fairvar.methods import METHODS, FedAvg, Method, register
 from fairvar.report.files import group_names, group_table
 from fairvar.report.result_tables import overviews
@@ -34,7 +35,7 @@ from fairvar.runs.identity import Identity, code_sha256, fingerprint, identity_o
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather, stored_runs
 from fairvar.runs.runner import Watch, federation_of, model_of, run_folder
-from fairvar.runs.store import MANIFEST, seal
+from fairvar.runs.store import MANIFEST
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.sweep import run_sweep
 from fairvar.runs.verify import rerun
@@ -278,6 +279,19 @@ def test_what_the_code_imports_counts(tmp_path, monkeypatch):
         marks.add(code_sha256(__import__("method_for_tests").Own))
     assert len(marks) == 3
     assert None not in marks
+
+
+def test_packages_of_another_environment_are_installed_ones(tmp_path, monkeypatch):
+    """An environment may take them from another by a .pth file."""
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    for folder in (tmp_path, packages):
+        monkeypatch.syspath_prepend(str(folder))
+    own_module(packages, "package_for_tests", "N = 1")
+    own_module(tmp_path, "uses_for_tests", "import package_for_tests\ndef f():\n    pass\n")
+    before = code_sha256(__import__("uses_for_tests").f)
+    own_module(packages, "package_for_tests", "N = 2")
+    assert code_sha256(__import__("uses_for_tests").f) == before
 
 
 def test_built_in_methods_have_a_version_instead(monkeypatch):

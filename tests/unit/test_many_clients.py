@@ -20,6 +20,7 @@ from fairvar.engine.state import DoesNotFit, Outcome
 from fairvar.engine.train import Checkpoint, prepare, run_rounds
 from fairvar.errors import IntegrityError
 from fairvar.runs.serialize import condensed_history, pack_history, unpack_history
+from fairvar.scores import ACCURACY
 
 FACTS = {"rounds": 4, "diverged_at": None, "birth": {}}
 
@@ -144,14 +145,14 @@ def test_a_checkpoint_has_the_participants_and_is_checked() -> None:
     assert start.tables["loss"].shape == start.tables["participants"].shape == (2, 3)
     scored = [tuple(k.split("/")[1:]) for k in start.tables if k.startswith("accuracy/")]
     who = prepare(*given).run.participation
-    check_tables(start, who, scored)
+    check_tables(start, who, scored, ACCURACY)
     for wrong in (start.tables["participants"] + 9, start.tables["participants"][:, :2]):
         forged = Checkpoint(start.state, {**start.tables, "participants": wrong})
         with pytest.raises(DoesNotFit, match="participants"):
-            check_tables(forged, who, scored)
+            check_tables(forged, who, scored, ACCURACY)
     older = {k: v for k, v in start.tables.items() if k != "participants"}
     with pytest.raises(DoesNotFit, match="participants is absent"):
-        check_tables(Checkpoint(start.state, older), who, scored)
+        check_tables(Checkpoint(start.state, older), who, scored, ACCURACY)
 
 
 # -- who did not answer ----------------------------------------------------------------------------

@@ -265,6 +265,18 @@ def test_figures_have_a_size_and_a_text() -> None:
     assert Reader(page).all("img", width="120", height="60", alt="c")
 
 
+def test_the_summary_comes_first_and_minus_signs_are_true() -> None:
+    table = Table(
+        "", [Column("x", "x"), Column("w", "w")], [Row("A", {"x": Estimate(-0.5), "w": "-1 to 2"})]
+    )
+    told = {"digits": [HOSTILE, "AFL (-0.25) is clearly behind."]}
+    found = Reader(render_page("t", "", [Section("s", "s", table=table)], summary=told))
+    assert [e["id"] for e in found.all("section")] == ["in-short", "how-to-read", "s"]
+    assert "AFL (−0.25) is" in found.all("section", id="in-short")[0]["text"]
+    assert [e["text"] for e in found.all("td")] == ["−0.50", "−1 to 2"]
+    assert len(found.all("script")) == 1
+
+
 def test_an_empty_page() -> None:
     found = Reader(render_page("nothing yet", "", []))
     assert not found.all("table")

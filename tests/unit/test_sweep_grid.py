@@ -21,6 +21,7 @@ from fairvar.cli import main
 from fairvar.engine.grid import Member
 from fairvar.engine.train import Checkpoint, run_rounds
 from fairvar.errors import BadInput
+from fairvar.files import pack_files, seal, unpack_files
 from fairvar.runs import batch as groups
 from fairvar.runs import runner as experiment
 from fairvar.runs import store, sweep
@@ -28,7 +29,7 @@ from fairvar.runs.batch import arrange, run_cell, run_group
 from fairvar.runs.identity import batch_key, fingerprint
 from fairvar.runs.plan import Plan
 from fairvar.runs.runner import Interrupted, Watch, missing, run_folder
-from fairvar.runs.store import MANIFEST, SLOTS, pack_files, unpack_files
+from fairvar.runs.store import MANIFEST, SLOTS
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.sweep import crowding, device_for, project, run_sweep
 
@@ -280,7 +281,7 @@ def test_death_between_two_stores(damage, engine, calm, tmp_path, monkeypatch):
     if damage == "bits":
         last.write_bytes(last.read_bytes()[:-1])
     elif damage == "content":
-        last.write_bytes(store.seal({"sizes": {"a": 1.5}, "sha256": {}}) + b"x")
+        last.write_bytes(seal({"sizes": {"a": 1.5}, "sha256": {}}) + b"x")
     elif damage == "other runs":
         store.write_checkpoint(last.parent, 0, {"0" * 16: b"x"})
     assert run_group(group, tmp_path, Watch())

@@ -103,7 +103,10 @@ def refused(*words: str, data: fv.Federation = DATA, **options: object) -> None:
         ),
         ({"model": nn.Linear(4, 2)}, ["2 outputs", "3 classes", "3 wide"]),
         ({"model": nn.Linear(5, 3)}, ["shape", "4"]),
-        ({"model": nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))}, ["Dropout", "set it to 0"]),
+        (
+            {"model": nn.Sequential(nn.Linear(4, 3), nn.AlphaDropout(0.5))},
+            ["Dropout", "set it to 0"],
+        ),
         ({"model": nn.Sequential(nn.Flatten())}, ["no trainable parameter"]),
         ({"loss": "mse"}, ["mse", "float targets"]),
         ({"loss": lambda outputs, y: outputs.mean()}, ["one value per sample"]),
@@ -134,7 +137,7 @@ calls = [
      ["lr", "batch_size", "local_steps", "local_epochs", "loss", "seed", "dtype", "device",
       "engine", "evaluate_every", "evaluate_splits", "evaluate_local", "clip_norm",
       "schedule", "weight_decay", "momentum", "participation", "participants", "chunk",
-      "precision", "capture", "state", "progress"]),
+      "precision", "capture", "state", "progress", "callbacks"]),
     (fv.Federation.from_arrays, {"train": [(x, y)]},
      ["valid", "test", "classes", "name", "provenance"]),
     (fv.load_federation, {"name": "digits", "clients": 3},
@@ -145,7 +148,7 @@ calls = [
     (fv.check_model, {"module": nn.Linear(4, 2), "inputs": x},
      ["targets", "classes", "together", "curvature"]),
     (fv.fairness, {"accuracy": [0.5, 0.6]}, ["samples", "ddof", "interval", "resamples", "seed"]),
-    (history.fairness, {}, ["split", "model", "at"]),
+    (history.fairness, {}, ["split", "model", "at", "resamples"]),
 ]
 for function, given, more in calls:
     for name in [*given, *more]:
@@ -239,16 +242,20 @@ def test_losses_that_fail_say_so() -> None:
 
 
 def test_next_tokens() -> None:
-    """Targets (b, T) are no labels: a loss of one's own trains on them, and no accuracy is told."""
+    """Targets (b, T) are labels of positions; a loss of one's own trains on them as well."""
     draw = torch.Generator().manual_seed(0)
     pairs = [
         (torch.randn(4, 6, 4, generator=draw), torch.randint(0, 5, (4, 6), generator=draw))
         for _ in range(3)
     ]
     data = fv.Federation.from_arrays(pairs, test=pairs)
-    assert data.classes is None
+    assert data.classes == 5
     model = nn.Linear(4, 5)
-    refused("one label per sample", "shape (6,)", "loss function", data=data, model=model)
+    refused(
+        "shape (6, 5), classes last, not (5,)",
+        data=data,
+        model=nn.Sequential(nn.Flatten(), nn.Linear(24, 5)),
+    )
 
     def mean_over_positions(outputs: Tensor, y: Tensor) -> Tensor:
         losses = nn.functional.cross_entropy(outputs.transpose(1, 2), y, reduction="none")
@@ -449,8 +456,10 @@ def test_regression_has_losses_and_no_accuracy() -> None:
     history = fv.train("linear", REGRESSION, fv.FairGrad(0.1), rounds=3, lr=0.05, loss="mse")
     finite(history)
     assert not history.accuracy
-    with pytest.raises(fv.BadInput, match="regression has no accuracy"):
+    with pytest.raises(fv.BadInput, match="no test data"):
         history.fairness()
+    with pytest.raises(fv.BadInput, match="regression has no accuracy"):
+        history.accuracy["test", "global"]
 
 
 def test_a_loss_of_ones_own() -> None:

@@ -1,6 +1,7 @@
-"""A node: answers with its own data, which its node configuration names."""
+"""A node: answers with its own data, which never leave it."""
 
 from fairvar.deploy.flower import client_app
-from flower_app.model import make_model
+from flower_app.data import data
+from flower_app.model import model
 
-app = client_app(make_model)
+app = client_app(model, data)

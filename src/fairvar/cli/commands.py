@@ -24,9 +24,9 @@ from fairvar.cli.common import (
     print_json,
     say,
     show,
-    warn,
 )
 from fairvar.errors import BadInput
+from fairvar.process import note
 
 
 @app.command
@@ -36,11 +36,32 @@ def example(name: str = "quick") -> None:
     Example: fairvar example > quick.toml
 
     Args:
-        name: "quick", a single run with every section; "demo", the sweep of `fairvar demo`; or a
-            sweep of the paper: mnist, cifar10, cifar100, tiny_imagenet.
+        name: "quick", a single run with every section; "demo" and "different", the sweeps of
+            `fairvar demo`; or a sweep of the paper: mnist, cifar10, cifar100, tiny_imagenet.
     """
     with example_file(name) as path:
         print(path.read_text(encoding="utf-8"), end="")
+
+
+@app.command
+def init(file: Path = Path("fairvar.toml")) -> None:
+    """Write a configuration with comments, to start from; an existing file is never overwritten.
+
+    Example: fairvar init my.toml
+
+    Args:
+        file: where to; `fairvar run FILE` then trains it.
+    """
+    with example_file("quick") as path:
+        text = path.read_text(encoding="utf-8").replace("configs/quick.toml", str(file))
+    try:
+        with file.open("x", encoding="utf-8") as opened:
+            opened.write(text)
+    except FileExistsError:
+        raise BadInput(f"{file} is there already; give another name") from None
+    except OSError as error:
+        raise BadInput(f"cannot write {file}: {error.strerror or error}") from None
+    say(f"wrote {file}; next: fairvar run {file}")
 
 
 @app.command
@@ -67,7 +88,7 @@ def partition(
     lib.store.check_writable(out)
     files = []
     for name, federation in drawn.items():
-        counts = lib.runner.class_counts(federation)
+        counts = federation.class_counts.numpy()
         figure = lib.files.partition_figure(federation.name, counts, federation.provenance)
         files += lib.style.save(figure, out, name)
     if json:
@@ -94,7 +115,7 @@ def theory(*, json: Json = False) -> None:
         for part in lib.claims_text(found):
             show(part)
     failed = sum(not c.holds for c in found)
-    warn(f"{len(found) - failed} of {len(found)} claims hold")
+    note(f"{len(found) - failed} of {len(found)} claims hold")
     if failed:
         sys.exit(3)
 
@@ -216,15 +237,24 @@ def flower_keys(folder: Path, *, nodes: Nodes, host: list[str], days: Days = 365
 
 
 @flower.command(name="run")
-def flower_run(app: Path, *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
-    """Train a Flower app: `flwr run`, with Flower's telemetry and update check switched off.
+def flower_run(
+    app: Path,
+    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    data: Path | None = None,
+) -> None:
+    """Train a Flower app: simulated here, or on the nodes of a SuperLink that you name.
 
-    Example: fairvar flower run my_app --stream
+    Shows the log with a line for each round, ends with the fairness of the run and, unless it was
+    completed, with exit code 3. Flower's telemetry and update check are switched off.
+
+    Example: fairvar flower run my_app -c "rounds=10"
 
     Args:
         app: the app's folder.
-        arguments: go to `flwr run`, such as a federation's name, --stream or -c "rounds=10".
+        arguments: the name of a SuperLink in Flower's configuration, unless the run is to be
+            simulated; then options of `flwr run`, such as -c "rounds=10".
+        data: to simulate own data, a folder with one file or folder for each site.
     """
     from fairvar.deploy.flower import run_app
 
-    run_app(app, arguments)
+    run_app(app, arguments, data)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as jsonlib
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,7 +63,13 @@ Example: fairvar demo, and then
 # -- options of several commands -------------------------------------------------------------------
 Json = Annotated[bool, Parameter(negative="", help="print the result as JSON")]
 Out = Annotated[Path, Parameter(help="folder for the files that are written")]
-Plugin = Annotated[Path | None, Parameter(help="Python file to load first, for your own methods")]
+Plugin = Annotated[
+    Path | None,
+    Parameter(
+        help="Python file with your own methods, or a configuration that names own code, to load "
+        "first; `method.plugin` in the configuration does the same"
+    ),
+]
 ConfigFile = Annotated[Path, Parameter(help="TOML file; `fairvar example` prints one")]
 Overrides = Annotated[str, Parameter(help="key=value pairs that change it, such as train.lr=0.5")]
 Scale = Annotated[
@@ -180,12 +185,6 @@ def say(*lines: object) -> None:
     """Lines to stdout, with names from files as plain text."""
     for line in lines:
         print(plain(str(line)))
-
-
-def warn(note: str | None) -> None:
-    """A line on stderr, for example before a long computation."""
-    if note is not None:
-        print(plain(note), file=sys.stderr)
 
 
 def print_json(value: Any) -> None:

@@ -23,14 +23,24 @@ from fairvar.data.fetch import fetch
 from fairvar.engine.train import train
 from fairvar.methods import FairGrad
 from fairvar.methods.catalogue import catalogue
-from fairvar.methods.plugin import load_plugin
 from fairvar.process import progress, stop_signals
 from fairvar.report import compare, files, result_tables, style
-from fairvar.report.table import UNDEFINED, Estimate, to_rich
-from fairvar.runs import archive, batch, config, identity, plan, results, runner, select, store
+from fairvar.report.table import MISSING, UNDEFINED, Estimate, to_rich
+from fairvar.runs import archive, batch, config, identity, own, plan, results, runner, select, store
+from fairvar.scores import ACCURACY, recorded_metric
 
-from fairvar.runs import cluster, stored, sweep, verify  # isort: skip
+from fairvar.runs import experiments, stored, verify, sweep  # isort: skip
 from fairvar.theory import Claim
+
+
+def load_plugin(path: Path | None) -> None:
+    """What --plugin names: a Python file that registers methods, or a configuration file, of which
+    the code that it names is loaded."""
+    if path is not None and path.suffix == ".toml":
+        plan.federations(path)
+    else:
+        own.load_plugin(path)
+
 
 PACKAGES = ("torch", "numpy", "msgspec", "safetensors", "matplotlib", "flwr", "ray")
 THEOREMS = {
@@ -108,18 +118,29 @@ def run_table(folder: Path, manifest: Mapping[str, Any]) -> Table:
     cost = f"{birth.get('seconds', 0):.1f} s on {birth.get('device')} ({birth.get('engine')}){peak}"
     columns = {"mean": 2, "variance_over_clients": 3, "noise_floor": 3, "corrected_variance": 3,
                "worst_10_percent": 2}  # fmt: skip
+    metric = recorded_metric(manifest) or ACCURACY
 
-    def shown(value: float, digits: int) -> str:
-        return f"{100 * value:z.{digits}f}" if math.isfinite(value) else UNDEFINED
+    def shown(name: str, value: float) -> str:
+        if name in ("noise_floor", "corrected_variance") and not metric.has_noise_floor:
+            return MISSING
+        form = f"z.{columns[name]}f" if metric.factor == 100 else ".4g"
+        return f"{metric.factor * value:{form}}" if math.isfinite(value) else UNDEFINED
 
     return _table(
         f"{manifest['method']}: {manifest['rounds']} rounds{state}",
-        ("split/model", "accuracy %", "variance", "noise floor", "corrected", "worst 10 %"),
+        (
+            "split/model",
+            metric.title + metric.unit,
+            "variance",
+            "noise floor",
+            "corrected",
+            "worst 10 %",
+        ),
         [
-            (name, *(shown(scores[key], digits) for key, digits in columns.items()))
+            (name, *(shown(key, scores[key]) for key in columns))
             for name, scores in sorted(manifest["result"].items())
         ],
-        f"variances over clients in fraction² × 100; {cost}; stored in {folder}",
+        f"variances over clients in {metric.in_variances}; {cost}; stored in {folder}",
         justify="right",
     )
 
@@ -131,16 +152,21 @@ def agreement_table(found: Sequence[verify.Agreement], seed: int) -> Table:
         facts, allowed = each.to_dict(), verify.tolerance(each.run.config)
         alpha = "" if facts["alpha"] is None else f"alpha {facts['alpha']:g}, "
         name = f"{facts['method']}, {facts['protocol']}, {alpha}lr {facts['lr']:g}"
-        gaps = (f"{100 * each.accuracy:.3f}", f"{each.answers:.2%}", f"{each.loss:.2%}")
+        answers = MISSING if each.answers is None else f"{each.answers:.2%}"
+        gaps = (f"{100 * each.accuracy:.3f}", answers, f"{each.loss:.2%}")
         return (f"{name}, seed {facts['seed']}", facts["made_on"], each.rounds, *gaps, allowed,
                 "agrees" if each.holds else "DIFFERS")  # fmt: skip
 
+    metrics = list(dict.fromkeys(each.metric for each in found)) or [ACCURACY]
+    titles = [metric.title for metric in metrics]
+    others = any(metric.factor != 100 for metric in metrics)
+    percent = "; % of its size, of scores that are no fractions" * others
     return _table(
         f"Run again on this machine, drawn with seed {seed}",
-        ("run", "made on", "rounds", "accuracy", "answers", "loss", "allowed", ""),
+        ("run", "made on", "rounds", " / ".join(titles), "answers", "loss", "allowed", ""),
         map(row, found),
-        "largest differences: mean accuracy over clients (points), share of all answers, training "
-        "loss of a client; allowed: of accuracy and loss",
+        f"largest differences: mean {' / '.join(titles)} over clients (points{percent}), share of "
+        f"all answers, training loss of a client; allowed: of {' / '.join(titles)} and loss",
         justify="right",
     )
 

@@ -5,9 +5,11 @@ from fairvar.data.build import (
     DATASETS,
     build_federation,
     dataset_sha256,
+    deal,
     load_federation,
 )
 from fairvar.data.builtin import (
+    clinics,
     gradient_variance_minimiser,
     logistic,
     quadratics,
@@ -30,7 +32,9 @@ __all__ = [
     "Scale",
     "Shards",
     "build_federation",
+    "clinics",
     "dataset_sha256",
+    "deal",
     "describe",
     "gradient_variance_minimiser",
     "load_federation",

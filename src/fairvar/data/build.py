@@ -16,21 +16,29 @@ from jaxtyping import Float, Int64, Integer
 from fairvar import rng
 from fairvar.data import builtin, sources
 from fairvar.data.federation import SPLITS, Dataset, Federation, Split
-from fairvar.data.partition import Assignment, Dirichlet, Natural, Partition, statistics_of
+from fairvar.data.own_data import DEFAULT_SPLIT, Rows, check_shares, split_rows
+from fairvar.data.partition import (
+    IID,
+    Assignment,
+    Dirichlet,
+    Natural,
+    Partition,
+    statistics_of,
+)
 from fairvar.errors import BadInput, shown, unknown
 
 Holdout = Literal["auto", "split", "pool"]
-Rows = list[np.ndarray]  # sample indices per client
 
-DEFAULT_SPLIT = (0.8, 0.1, 0.1)
 DATA_SEED = 0  # which images take part is a fact about the data, not about the run
 
 # (clients, seed) → data. A `Dataset` is still to be dealt to clients, a `Federation` comes dealt.
 DATASETS: dict[str, Callable[[int, int], Dataset | Federation]] = {
     "mnist_1000": lambda clients, seed: builtin.mnist_1000(),
+    "mnist_rotated": lambda clients, seed: _rotated(clients, seed),
     "digits": lambda clients, seed: builtin.digits(),
     "quadratic": lambda clients, seed: builtin.random_quadratics(clients, 10, seed)[0],
     "logistic": lambda clients, seed: builtin.logistic(clients, seed=seed),
+    "clinics": lambda clients, seed: builtin.clinics(clients, seed),
 }
 
 
@@ -84,6 +92,24 @@ def load_federation(
         data = sources.load(name, root, pool=holdout == "pool")
     else:
         data = DATASETS[name](clients, seed)
+    return deal(name, data, clients, partition, seed, split, holdout, pool_samples,
+                fraction=fraction, samples=samples)  # fmt: skip
+
+
+def deal(
+    name: str,
+    data: Dataset | Federation,
+    clients: int,
+    partition: Partition | None,
+    seed: int,
+    split: tuple[float, float, float] = DEFAULT_SPLIT,
+    holdout: Holdout = "auto",
+    pool_samples: int = 200,
+    *,
+    fraction: float = 1.0,
+    samples: int | None = None,
+) -> Federation:
+    """Deal a data set to clients; a federation is there already and takes no such settings."""
     if isinstance(data, Dataset):
         return build_federation(
             data, clients, partition or Dirichlet(alpha=0.1), seed, split, holdout, pool_samples,
@@ -96,6 +122,23 @@ def load_federation(
     if fraction != 1 or samples is not None:
         raise BadInput(f"{name} is made client by client; leave fraction and samples out")
     return data
+
+
+def _rotated(clients: int, seed: int) -> Federation:
+    """`mnist_1000` dealt at random, with a fifth of the clients different by nature: all their
+    images are turned by a quarter. `special` in the provenance lists them; they are the last."""
+    even = build_federation(builtin.mnist_1000(), clients, IID(), seed)
+    special = torch.arange(clients) >= clients - clients // 5
+    splits: dict[str, Any] = {}
+    for part in SPLITS:
+        split = getattr(even, part)
+        turned = special.repeat_interleave(split.counts)[:, None, None, None]
+        x = torch.where(turned, split.x.rot90(1, (2, 3)), split.x)
+        splits[part] = Split(x, split.y, split.counts)
+    facts = {key: value for key, value in even.provenance.items() if key != "dataset_sha256"}
+    facts |= {"dataset": "mnist_rotated", "special": special.nonzero()[:, 0].tolist()}
+    facts["partition"] = msgspec.to_builtins(Natural())  # as the configuration has it
+    return Federation(**splits, classes=even.classes, name="mnist_rotated", provenance=facts)
 
 
 def build_federation(
@@ -120,11 +163,11 @@ def build_federation(
     if holdout == "auto":
         holdout = "split" if dataset.pool_x is None else "pool"
     draw = rng.stream(seed, "partition", dataset.name)
-    assignment = partition.assign(dataset.y, clients, draw, dataset.groups)
+    assignment = partition.assign(dataset.strata, clients, draw, dataset.groups)
     if holdout == "pool":
         rows = _from_pool(dataset, assignment, seed, pool_samples)
     else:
-        rows = _from_split(assignment, seed, split)
+        rows = split_rows(assignment.indices, seed, split)
     scale = dataset.scale
     drawn = {
         "dataset": dataset.name,
@@ -147,6 +190,8 @@ def build_federation(
         x, y = dataset.gather(np.concatenate(of), holdout == "pool" and part != "train")
         counts = torch.tensor([len(r) for r in of], dtype=torch.int64)
         splits[part] = Split(torch.from_numpy(x), torch.from_numpy(y), counts)
+    if dataset.y.ndim > 1:
+        facts["split_answers"] = {part: s.answers.tolist() for part, s in splits.items()}
     return Federation(**splits, classes=dataset.classes, name=dataset.name, provenance=facts)
 
 
@@ -173,45 +218,7 @@ def _check_request(
         raise BadInput(f"fraction = {shown(fraction)}: give a number above 0 and at most 1")
     if samples is not None and fraction != 1:
         raise BadInput("give fraction or samples, not both")
-    shares = split if isinstance(split, tuple | list) else ()
-    if len(shares) != 3 or not (
-        all(isinstance(share, int | float) and share >= 0 for share in shares)
-        and shares[0] > 0 and abs(sum(shares) - 1) < 1e-6
-    ):  # fmt: skip
-        raise BadInput(f"split = {shown(split)}: the shares of train, valid and test must be at "
-                       "least 0 and sum to 1, with train above 0, as (0.8, 0.1, 0.1)")  # fmt: skip
-
-
-def held_out_counts(samples: int, valid: float, test: float) -> tuple[int, int]:
-    """How many of a client's samples validate and test: the share, rounded down.
-
-    From 3 samples on at least one each (unless the share is 0); one always stays for training.
-    """
-    least = 1 if samples >= 3 else 0
-    counts = [
-        max(int(samples * share + 1e-9), least) if share > 0 else 0 for share in (valid, test)
-    ]
-    while sum(counts) >= samples:  # only where the shares leave nearly nothing for training
-        counts[counts.index(max(counts))] -= 1
-    return counts[0], counts[1]
-
-
-def _from_split(
-    assignment: Assignment, seed: int, split: tuple[float, float, float]
-) -> dict[str, Rows]:
-    rows: dict[str, Rows] = {part: [] for part in SPLITS}
-    for client, owned in enumerate(assignment.indices):
-        shuffled = rng.stream(seed, "split", client).permutation(owned)
-        valid, test = held_out_counts(len(owned), split[1], split[2])
-        pieces = np.split(shuffled, [len(owned) - valid - test, len(owned) - test])
-        for part, piece in zip(SPLITS, pieces, strict=True):
-            rows[part].append(piece)
-    wanted = [part for part, share in zip(SPLITS, split, strict=True) if share > 0]
-    for part in wanted:
-        if not any(len(piece) for piece in rows[part]):
-            raise BadInput(f"no client has the 3 samples it takes to hold out {part} data; use "
-                           "fewer clients or split = (1, 0, 0)")  # fmt: skip
-    return {part: rows[part] for part in wanted}
+    check_shares(split)
 
 
 def _from_pool(
@@ -224,7 +231,7 @@ def _from_pool(
     if dataset.pool_x is None or dataset.pool_y is None:
         raise BadInput(f"data set {dataset.name} has no pool; use holdout 'split' or 'auto'")
     rows = {"train": assignment.indices}
-    labels, code = np.unique(dataset.y, return_inverse=True)
+    labels, code = np.unique(dataset.strata, return_inverse=True)
     halves = _pool_halves(dataset.pool_y, labels, seed)
     for part, members_by_label in halves.items():
         room = np.array([len(members) for members in members_by_label])
@@ -280,7 +287,7 @@ def subsample(dataset: Dataset, fraction: float = 1.0, samples: int | None = Non
         raise BadInput(f"samples = {samples}; {dataset.name} has {total}, use 1 … {total}")
     if wanted == total:
         return dataset
-    rows = stratified(dataset.y, wanted, dataset.name)
+    rows = stratified(dataset.strata, wanted, dataset.name)
     groups = None if dataset.groups is None else dataset.groups[rows]
     return replace(dataset, x=dataset.x[rows], y=dataset.y[rows], groups=groups)
 

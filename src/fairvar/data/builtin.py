@@ -177,11 +177,8 @@ def logistic(
         part: _split(*(np.concatenate([block[part][k] for block in made]) for k in range(3)))
         for part in SPLITS
     }
-    labels, sizes = splits["train"].y.numpy(), splits["train"].counts.numpy()
-    owners = np.repeat(np.arange(clients), sizes)
-    facts = statistics_of(labels, Natural().assign(labels, clients, rng.stream(0), owners))
-    facts |= {"dataset": "logistic", "seed": seed, "heterogeneity": heterogeneity}
-    return Federation.from_splits(splits, classes, "logistic", facts)
+    facts: dict[str, object] = {"seed": seed, "heterogeneity": heterogeneity}
+    return _dealt("logistic", splits, classes, facts)
 
 
 def _logistic(
@@ -218,6 +215,61 @@ def _logistic(
         # Labels from the softmax law by the Gumbel trick: no sums that can over- or underflow.
         found[part] = x, np.argmax(gumbel, axis=1), counts
     return found
+
+
+CLINIC_COLUMNS = ("age", "severity", "pressure", "glucose", "lactate", "albumin", "urea", "noise")
+ASSAY = slice(3, 7)  # the columns that the laboratory measures
+LARGEST_CLINIC, HELD_OUT_OF_CLINIC = 400, 150
+
+
+def clinics(clients: int = 30, seed: int = 0) -> Federation:
+    """A table of made-up patients by clinic: was the patient readmitted, from eight columns?
+
+    Clinics differ as real ones do. Population: the mean of the patient's state z is the clinic's
+    own. Prevalence: so is the constant b_i in P(y = 1) = sigmoid(w·z + z_0 z_1 / 2 + b_i). Device:
+    every fourth clinic, on average, has another assay, which halves the laboratory's columns and
+    shifts them by 1. Size: 20 … 400 patients train, lognormal; 150 each validate and test. The rule
+    (w) is the same everywhere, and a clinic does not depend on how many others there are.
+    """
+    if clients < 1:
+        raise BadInput("clinics needs clients ≥ 1")
+    _check_clients(clients)
+    dim = len(CLINIC_COLUMNS)
+    rule = rng.stream(seed, "clinics", "rule").choice([-1.0, 1.0], dim) * np.linspace(1.2, 0.4, dim)
+    rule[-1] = 0.0
+    parts: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {part: [] for part in SPLITS}
+    for i in range(clients):
+        draw = rng.stream(seed, "clinics", i)
+        size = int(np.clip(np.exp(draw.normal(4.4, 0.7)), 20, LARGEST_CLINIC))
+        centre, prevalence = 0.5 * draw.standard_normal(dim), 0.7 * draw.standard_normal()
+        other_assay = draw.uniform() < 0.25
+        for part in SPLITS:
+            z = centre + draw.standard_normal((size, dim))
+            logit = z @ rule + z[:, 0] * z[:, 1] / 2 + prevalence
+            y = (draw.logistic(size=size) < logit).astype(np.int64)
+            if other_assay:
+                z[:, ASSAY] = 0.5 * z[:, ASSAY] + 1
+            parts[part].append((z, y))
+            size = HELD_OUT_OF_CLINIC
+    splits = {
+        part: _split(
+            np.concatenate([x for x, _ in pairs]),
+            np.concatenate([y for _, y in pairs]),
+            np.array([len(y) for _, y in pairs]),
+        )
+        for part, pairs in parts.items()
+    }
+    return _dealt("clinics", splits, 2, {"seed": seed, "features": list(CLINIC_COLUMNS)})
+
+
+def _dealt(
+    name: str, splits: dict[str, Split], classes: int, facts: dict[str, object]
+) -> Federation:
+    """A federation whose clients were made one by one, with the facts of this partition."""
+    labels, sizes = splits["train"].y.numpy(), splits["train"].counts.numpy()
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    held = statistics_of(labels, Natural().assign(labels, len(sizes), rng.stream(0), owners))
+    return Federation.from_splits(splits, classes, name, {**held, "dataset": name, **facts})
 
 
 def _check_clients(clients: int) -> None:

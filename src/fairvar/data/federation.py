@@ -8,9 +8,11 @@ of samples of each client is kept separately. Nothing is padded, and one gather 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,19 +20,37 @@ import torch
 from jaxtyping import Float32, Int64, Integer, Shaped, UInt8
 from torch import Tensor
 
+from fairvar import display
+from fairvar.data import own_data
+from fairvar.data.own_data import DEFAULT_SPLIT, Shares
+from fairvar.data.own_data import SPLITS as SPLITS
 from fairvar.errors import BadInput, shown
+from fairvar.tree import Inputs, input_parts, map_inputs
 
-SPLITS = ("train", "valid", "test")
+IGNORED = -100  # a position of a sequence without target, as torch's `ignore_index`
 BLOCK = 2048  # samples converted at a time, so that no second copy of a whole set ever exists
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Split:
-    """One part (train, valid or test) of all clients' data; client i owns `counts[i]` rows."""
+    """One part (train, valid or test) of all clients' data; client i owns `counts[i]` rows.
 
-    x: Shaped[Tensor, " N *features"]
+    x may be several tensors in a tuple or dict, with the same rows. Integer targets with further
+    axes are labels of positions in a sequence; `IGNORED` marks positions without one.
+    """
+
+    x: Any  # `Inputs`: nearly always one tensor, so that users need not ask which
     y: Shaped[Tensor, " N *targets"]
     counts: Int64[Tensor, " n"]  # always on the CPU: it steers Python loops
+
+    def __repr__(self) -> str:
+        shapes = " and ".join(str(tuple(part.shape[1:])) for part in input_parts(self.x).values())
+        held = f"{int(self.counts.sum()):,} samples of shape {shapes}"
+        return f"<Split: {len(self.counts)} clients, {held}>"
+
+    def _repr_html_(self) -> str:
+        sizes = [[count] for count in self.counts.tolist()]
+        return display.card(repr(self)[1:-1], display.bars("samples by client", sizes, "samples"))
 
     @cached_property
     def offsets(self) -> list[int]:
@@ -41,16 +61,48 @@ class Split:
     def client(self) -> Int64[Tensor, " N"]:
         """The client of each row, on the data's device."""
         n = torch.arange(len(self.counts))
-        return torch.repeat_interleave(n, self.counts).to(self.x.device)
+        return torch.repeat_interleave(n, self.counts).to(self.device)
 
     @cached_property
     def counts_there(self) -> Int64[Tensor, " n"]:
         """The counts on the data's device: a round that is being recorded cannot copy them."""
-        return self.counts.to(self.x.device)
+        return self.counts.to(self.device)
 
-    def of(self, client: int) -> tuple[Tensor, Tensor]:
-        rows = slice(self.offsets[client], self.offsets[client + 1])
-        return self.x[rows], self.y[rows]
+    @cached_property
+    def answers(self) -> Int64[Tensor, " n"]:
+        """Labels of each client, on the data's device: its samples, or positions of sequences."""
+        if self.y.dim() == 1 or self.y.is_floating_point():
+            return self.counts_there
+        real = (self.y != IGNORED).flatten(1).sum(1)
+        return torch.zeros_like(self.counts_there).index_add_(0, self.client, real)
+
+    @property
+    def device(self) -> torch.device:
+        return self.y.device
+
+    def take(self, rows: Tensor | slice) -> tuple[Any, Tensor]:
+        """x and y of some rows."""
+        return map_inputs(lambda part: part[rows], self.x), self.y[rows]
+
+    def of(self, client: int) -> tuple[Any, Tensor]:
+        return self.take(slice(self.offsets[client], self.offsets[client + 1]))
+
+    def blank(self, samples: int) -> Split:
+        """Zeros of the same form, all of one client."""
+
+        def zeros(part: Tensor) -> Tensor:
+            return part.new_zeros(samples, *part.shape[1:])
+
+        return Split(map_inputs(zeros, self.x), zeros(self.y), torch.tensor([samples]))
+
+    def targets(self, client: int) -> Tensor:
+        return self.y[self.offsets[client] : self.offsets[client + 1]]
+
+    def dealt(self, rows: Sequence[np.ndarray]) -> Split:
+        """Some samples: of each client that is left, the numbers of its rows here."""
+        every = torch.from_numpy(np.concatenate([*rows, np.empty(0, dtype=np.int64)]))
+        counts = torch.tensor([len(r) for r in rows], dtype=torch.int64)
+        return Split(*self.take(every), counts)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Split:
         """Moved, with floating-point values in `dtype` (labels and tokens keep theirs)."""
@@ -58,7 +110,7 @@ class Split:
         def move(t: Tensor) -> Tensor:
             return t.to(device, dtype if t.is_floating_point() else t.dtype)
 
-        return Split(move(self.x), move(self.y), self.counts)
+        return Split(map_inputs(move, self.x), move(self.y), self.counts)
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # compared by identity
@@ -71,10 +123,28 @@ class Federation:
     name: str = "arrays"
     classes: int | None = None  # None: regression
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    client_names: tuple[str, ...] = ()  # empty: they are numbers
 
     def __repr__(self) -> str:
         held = ", ".join(f"{len(split.y)} {part}" for part, split in self.splits.items())
-        return f"<Federation {self.name}: {self.clients} clients, {held}>"
+        more = ", …" if len(self.client_names) > 4 else ""
+        who = f" ({', '.join(self.client_names[:4])}{more})" if self.client_names else ""
+        return f"<Federation {self.name}: {self.clients} clients{who}, {held}>"
+
+    def _repr_html_(self) -> str:
+        """A picture of who holds what."""
+        counts = self.sizes[:, None] if self.classes is None else self.class_counts
+        picture = display.bars("training samples by client", counts.tolist(), "training samples")
+        return display.card(repr(self)[1:-1], picture)
+
+    @property
+    def class_counts(self) -> Int64[Tensor, "n classes"]:
+        """Training samples of each class at each client; of sequences, positions."""
+        split, classes = self.train, self.classes or 1
+        labels = split.y.reshape(len(split.y), -1)
+        cells = (split.client[:, None] * classes + labels)[labels != IGNORED]
+        counts = torch.bincount(cells, minlength=self.clients * classes)
+        return counts.reshape(self.clients, classes).cpu()
 
     @property
     def clients(self) -> int:
@@ -92,11 +162,64 @@ class Federation:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        return tuple(self.train.x.shape[1:])
+        """Of a sample; () if it has several inputs."""
+        x = self.train.x
+        return tuple(x.shape[1:]) if isinstance(x, Tensor) else ()
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Federation:
         moved: dict[str, Any] = {k: split.to(device, dtype) for k, split in self.splits.items()}
         return replace(self, **moved)
+
+    def only(self, ids: Sequence[int]) -> Federation:
+        """Some of the clients, numbered from 0 in this order."""
+        kept: dict[str, Any] = {}
+        for part, split in self.splits.items():
+            start = split.offsets
+            kept[part] = split.dealt([np.arange(start[i], start[i + 1]) for i in ids])
+            if not kept[part].counts.any():
+                kept[part] = None
+        names = tuple(self.client_names[i] for i in ids) if self.client_names else ()
+        return replace(self, **kept, client_names=names)
+
+    def hold_out(
+        self, clients: float | Sequence[int | str], seed: int = 0
+    ) -> tuple[Federation, Federation]:
+        """Two federations: of the clients that train, and of those that join later, which are a
+        share of all (drawn with `seed`) or listed by id or name. See `fairvar.new_clients`."""
+        new = own_data.chosen_clients(clients, self.clients, self.client_names, seed).tolist()
+        rest = np.setdiff1d(np.arange(self.clients), new).tolist()
+        kept = {k: v for k, v in self.provenance.items() if k in ("features", "labels")}
+        facts: dict[str, Any] = {**kept, "whole": dict(self.provenance)}
+        train, later = (replace(self.only(ids), provenance={**facts, "ids": ids})
+                        for ids in (rest, new))  # fmt: skip
+        return train, later
+
+    @property
+    def scale_problem(self) -> str | None:
+        """What `train` warns about: raw pixels or columns far from unit scale."""
+        x = self.train.x
+        known = isinstance(x, Tensor)  # models may have several inputs
+        return own_data.scale_problem(x, self.provenance.get("features")) if known else None
+
+    def standardise(self, like: Federation | None = None) -> Federation:
+        """Inputs with mean 0 and standard deviation 1 in the training data of all clients together,
+        by column of a table, by channel of images, and by one number for other shapes. `like`: with
+        the numbers of that federation, for clients that took no part in training. Constant columns
+        become 0."""
+        x = self.train.x
+        if not (isinstance(x, Tensor) and x.is_floating_point()):
+            kind = x.dtype if isinstance(x, Tensor) else "several tensors"
+            raise BadInput(f"standardise: the inputs are {kind}; give one array of floats")
+        like = like or self
+        if like.input_shape != self.input_shape:
+            raise BadInput(f"standardise: `like` has inputs of shape {like.input_shape}, but here "
+                           f"they have {self.input_shape}")  # fmt: skip
+        mean, sd = own_data.moments(like.train.x)
+        done: dict[str, Any] = {
+            part: replace(split, x=(split.x - mean) / sd) for part, split in self.splits.items()
+        }
+        scale = {"mean": mean.flatten().tolist(), "sd": sd.flatten().tolist()}
+        return replace(self, **done, provenance={**self.provenance, "normalisation": scale})
 
     @classmethod
     def from_arrays(
@@ -105,12 +228,20 @@ class Federation:
         valid: Sequence[tuple[Any, Any]] | None = None,
         test: Sequence[tuple[Any, Any]] | None = None,
         *,
+        split: Shares | None = None,
+        seed: int = 0,
         classes: int | None = None,
         name: str = "arrays",
+        client_names: Sequence[str] = (),
         provenance: Mapping[str, Any] | None = None,
     ) -> Federation:
-        """One (x, y) pair of arrays or tensors per client. One integer y per sample: classes; float
-        y: regression. (Integers of another shape, such as next tokens, are for a loss of your own.)
+        """One (x, y) pair of arrays or tensors per client. x may be a tuple or dict of arrays, for
+        models with several inputs. Integer y: classes, one per sample, or one per position of a
+        sequence (-100 where there is none); float y: regression.
+
+        split: shares of train, valid and test, as (0.8, 0.1, 0.1), by which each client's samples
+        in `train` are divided at random with `seed`; without it they all train. From three samples
+        on a client has some in every part.
 
         Everything is checked here, once: lengths, shapes, finite values, label range. A client
         may lack validation or test samples (it then counts in no average), never training samples.
@@ -127,7 +258,74 @@ class Federation:
         if not pairs.get("train"):
             raise BadInput("train holds no client; give one (x, y) pair per client")
         splits = {part: _join(part, v, len(pairs["train"])) for part, v in pairs.items()}
-        return cls.from_splits(splits, classes, name, provenance)
+        if split is not None:
+            splits = _divided(splits, split, seed)
+            provenance = {**(provenance or {}), "split": list(split), "seed": seed}
+        made = cls.from_splits(splits, classes, name, provenance)
+        return replace(made, client_names=_names(client_names, made.clients))
+
+    @classmethod
+    def from_frame(
+        cls,
+        frame: Any,
+        *,
+        client: str,
+        target: str,
+        features: Sequence[str] | None = None,
+        split: str | Shares | None = DEFAULT_SPLIT,
+        seed: int = 0,
+        regression: bool | None = None,
+        one_hot: bool = False,
+        name: str = "frame",
+    ) -> Federation:
+        """A pandas DataFrame (or a dict of columns), one client per distinct value of the column
+        `client`, in sorted order; their names are kept.
+
+        target: the column to predict. Floats are regressed on; words, categories, booleans and
+        whole numbers are classes in sorted order. `regression` says so where that is not meant.
+        features: columns of the inputs, by default all others. one_hot: code columns of words by 0
+        and 1; without it they are refused.
+        split: shares as in `from_arrays`, or a column that holds "train", "valid" and "test".
+        """
+        found = own_data.clients_of_frame(
+            frame, client, target, features, split, regression, one_hot
+        )
+        return cls.from_arrays(**found, seed=seed, name=name)
+
+    @classmethod
+    def from_csv(cls, path: str | Path, *, client: str, target: str, **options: Any) -> Federation:
+        """A CSV file with a line of column names, read by pandas; options as in `from_frame`."""
+        frame = own_data.read_csv(path)
+        options = {"name": Path(path).stem, **options}
+        return cls.from_frame(frame, client=client, target=target, **options)
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train: Sequence[Any],
+        valid: Sequence[Any] | None = None,
+        test: Sequence[Any] | None = None,
+        *,
+        x: str | Sequence[str] | None = None,
+        y: str | None = None,
+        transform: Callable[[Tensor], Any] | None = None,
+        classes: int | None = None,
+        **options: Any,
+    ) -> Federation:
+        """One data set per client: PyTorch's (also `Subset`s) with items (x, y), or Hugging Face's
+        (also partitions of flwr-datasets), where `x` names the column of the inputs, or several
+        columns of numbers, and `y` that of the targets.
+
+        transform: of all inputs of a client at once, such as lambda x: x / 255. Other options as in
+        `from_arrays`.
+        """
+        given = {"train": train, "valid": valid, "test": test}
+        found: dict[str, Any] = {}
+        for part, sets in given.items():
+            if sets is not None:
+                found[part], known = own_data.pairs_of_datasets(part, sets, x, y, transform)
+                classes = classes or known
+        return cls.from_arrays(**found, classes=classes, **options)
 
     @classmethod
     def from_splits(
@@ -136,7 +334,7 @@ class Federation:
         """Clients' data that are laid out already: values, shapes and labels are checked."""
         first = splits["train"]
         for part, split in splits.items():
-            for values, own, trained in (("x", split.x, first.x), ("y", split.y, first.y)):
+            for values, own, trained in _tensors(split, first):
                 row = _not_finite(own)
                 if row is not None:
                     client, sample = _place(split, row)
@@ -154,9 +352,29 @@ class Federation:
             known = classes or max(largest, 0) + 1
             for part, split in splits.items():
                 _check_labels(part, split, known)
-            classes = known if first.y.dim() == 1 else None
+            classes = known
         found: dict[str, Any] = dict(splits)
         return cls(**found, name=name, classes=classes, provenance=dict(provenance or {}))
+
+
+def _divided(splits: Mapping[str, Split], split: Shares, seed: int) -> dict[str, Split]:
+    """The training samples of each client divided into train, valid and test."""
+    own_data.check_shares(split)
+    if len(splits) > 1:
+        raise BadInput("give split or valid and test, not both")
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+        raise BadInput(f"seed = {shown(seed)}: give a whole number, at least 0")
+    whole = splits["train"]
+    rows = [np.arange(a, b) for a, b in pairwise(whole.offsets)]
+    return {part: whole.dealt(of) for part, of in own_data.split_rows(rows, seed, split).items()}
+
+
+def _names(given: Sequence[str], clients: int) -> tuple[str, ...]:
+    names = tuple(given) if not isinstance(given, str) else (given,)
+    if names and (len(names) != clients or not all(isinstance(name, str) for name in names)):
+        raise BadInput(f"client_names has {len(names)} entries for {clients} clients; give one "
+                       "string each")  # fmt: skip
+    return names
 
 
 def _pairs(part: str, given: Any) -> list[tuple[Any, Any]]:
@@ -183,17 +401,59 @@ def _join(part: str, pairs: Sequence[tuple[Any, Any]], clients: int) -> Split:
     if len(pairs) != clients:
         raise BadInput(f"{part} has {len(pairs)} clients but train has {clients}; give one pair "
                        "each")  # fmt: skip
-    xs, ys = ([_array(pair[k], part, i, "xy"[k]) for i, pair in enumerate(pairs)] for k in (0, 1))
+    ys = [_array(pair[1], part, i, "y") for i, pair in enumerate(pairs)]
     counts = [len(y) for y in ys]
-    for i, (x, count) in enumerate(zip(xs, counts, strict=True)):
-        if len(x) != count:
-            raise BadInput(f"{part}, client {i}: {len(x)} samples but {count} targets")
-        if not count and part == "train":
-            raise BadInput(f"train, client {i} is empty; drop it or give it at least one sample")
+    if not all(counts) and part == "train":
+        raise BadInput(f"train, client {counts.index(0)} is empty; drop it or give it at least one "
+                       "sample")  # fmt: skip
     if not any(counts):
         raise BadInput(f"{part} holds no sample at all; leave it out instead")
-    x, y = _flat(xs, part, "x"), _flat(ys, part, "y")
+    x, y = _joined_inputs([pair[0] for pair in pairs], counts, part), _flat(ys, part, "y")
     return Split(x, y if y.is_floating_point() else y.long(), torch.tensor(counts))
+
+
+def _joined_inputs(xs: list[Any], counts: list[int], part: str) -> Inputs:
+    """One tensor of all clients' samples, or each of several."""
+    kinds = [_form(x) for x in xs]
+    for i, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise BadInput(f"{part}, client {i}: x is {_said(kind)}, but {_said(kinds[0])} in "
+                           "client 0; give all clients the same inputs")  # fmt: skip
+
+    def joined(name: str, of_clients: list[Any]) -> Tensor:
+        arrays = [_array(x, part, i, name) for i, x in enumerate(of_clients)]
+        for i, (x, count) in enumerate(zip(arrays, counts, strict=True)):
+            if len(x) != count:
+                what = "samples" if name == "x" else f"samples in {name}"
+                raise BadInput(f"{part}, client {i}: {len(x)} {what} but {count} targets")
+        return _flat(arrays, part, name)
+
+    if kinds[0] is None:
+        return joined("x", xs)
+    found = {k: joined(f"x[{k!r}]", [x[k] for x in xs]) for k in kinds[0]}
+    return found if isinstance(xs[0], Mapping) else tuple(found.values())
+
+
+def _form(x: Any) -> list[Any] | None:
+    """The names or numbers of several inputs; None for a single one."""
+    if isinstance(x, Mapping):
+        if not x or not all(isinstance(name, str) for name in x):
+            raise BadInput("x as a dict must have the names of the model's inputs as keys")
+        return sorted(x)
+    several = isinstance(x, tuple) and x and all(isinstance(v, Tensor | np.ndarray) for v in x)
+    return list(range(len(x))) if several else None
+
+
+def _said(form: list[Any] | None) -> str:
+    return "one array" if form is None else f"several inputs {form}"
+
+
+def _tensors(split: Split, first: Split) -> list[tuple[str, Tensor, Tensor]]:
+    """Name, tensor and the one in train of all inputs, then of the targets."""
+    own, trained = input_parts(split.x), input_parts(first.x)
+    if own.keys() != trained.keys():
+        raise BadInput(f"x has the inputs {list(own)}, but {list(trained)} in train")
+    return [*((name, own[name], trained[name]) for name in own), ("y", split.y, first.y)]
 
 
 def _array(values: Any, part: str, client: int, name: str) -> np.ndarray | Tensor:
@@ -209,8 +469,8 @@ def _array(values: Any, part: str, client: int, name: str) -> np.ndarray | Tenso
         raise BadInput(f"{where} is a single number; give an array with one row per sample")
     if array.dtype in COMPLEX:
         raise BadInput(f"{where} holds complex numbers; give real ones")
-    if name == "x" and array.dtype in BYTES:
-        raise BadInput(f"{part}, client {client}: x is uint8; scale pixels to floats (x / 255)")
+    if name != "y" and array.dtype in BYTES:
+        raise BadInput(f"{where} is uint8; scale pixels to floats (x / 255)")
     return array
 
 
@@ -259,7 +519,16 @@ def _not_finite(values: np.ndarray | Tensor) -> int | None:
 
 
 def _check_labels(part: str, split: Split, classes: int) -> None:
-    bad = ((split.y < 0) | (split.y >= classes)).nonzero()
+    outside = (split.y < 0) | (split.y >= classes)
+    if split.y.dim() > 1:
+        ignored = split.y == IGNORED
+        empty = ignored.flatten(1).all(1).nonzero()
+        if len(empty):
+            client, sample = _place(split, int(empty[0]))
+            raise BadInput(f"{part}, client {client}, sample {sample}: all targets are {IGNORED}, "
+                           "which marks positions without target; drop this sample")  # fmt: skip
+        outside &= ~ignored
+    bad = outside.nonzero()
     if len(bad):
         client, sample = _place(split, int(bad[0, 0]))
         raise BadInput(f"{part}, client {client}, sample {sample}: label "
@@ -288,9 +557,10 @@ class Scale:
         return np.stack([table[raw[:, channel]] for channel, table in enumerate(tables)], axis=1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
-    """Normalised float32 inputs (images channel first) with integer labels.
+    """Normalised float32 inputs (images channel first) or int64 tokens, with integer labels: one
+    per sample, or one per position of a sequence (`IGNORED` where there is none).
 
     With a `scale`, x and pool_x are still bytes, to be normalised as samples are gathered. The
     pool, if there is one, holds further samples of the same law: clients validate and test on
@@ -299,8 +569,8 @@ class Dataset:
     """
 
     name: str
-    x: np.ndarray  # float32 (N, *features), or uint8 with a scale
-    y: np.ndarray  # integer (N,)
+    x: np.ndarray  # float32 (N, *features), int64 (N, length), or uint8 with a scale
+    y: np.ndarray  # integer (N,) or (N, length)
     classes: int
     pool_x: np.ndarray | None = None  # as x: (P, *features)
     pool_y: np.ndarray | None = None  # integer (P,)
@@ -308,6 +578,10 @@ class Dataset:
     sha256: str = ""
     provenance: str = ""
     scale: Scale | None = None
+
+    def __repr__(self) -> str:
+        held = f"{len(self.y):,} samples of shape {tuple(self.x.shape[1:])}"
+        return f"<Dataset {self.name}: {held}, {self.classes} classes>"
 
     def __post_init__(self) -> None:
         self._take_arrays()
@@ -358,33 +632,40 @@ class Dataset:
         where = f"data set {self.name}: "
         if len(x) != len(y):
             raise BadInput(f"{where}{part} has {len(x)} samples but {len(y)} labels")
-        if x.dtype != (np.float32 if self.scale is None else np.uint8):
+        kinds = (np.float32, np.int64) if self.scale is None else (np.uint8,)
+        if x.dtype not in kinds:
             way = "normalise it to float32 first" if self.scale is None else "a scale needs uint8"
             raise BadInput(f"{where}{part} is {x.dtype}; {way}")
         if self.scale is not None and len(self.scale.mean) not in (1, *x.shape[1:2]):
             raise BadInput(f"{where}{len(self.scale.mean)} means but {part} has shape {x.shape}; "
                            "give one mean and sd per channel, or one in all")  # fmt: skip
-        if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
+        if y.ndim not in (1, 2) or not np.issubdtype(y.dtype, np.integer):
             raise BadInput(f"{where}the labels of {part} are {y.dtype} of shape {y.shape}; "
                            "give one integer per sample")  # fmt: skip
-        bad = np.flatnonzero((y < 0) | (y >= self.classes))
+        bad = np.argwhere(((y < 0) | (y >= self.classes)) & ((y != IGNORED) | (y.ndim == 1)))
         if len(bad):
             raise BadInput(
-                f"{where}label {y[bad[0]]} of sample {bad[0]} in {part} is outside "
+                f"{where}label {y[tuple(bad[0])]} of sample {bad[0, 0]} in {part} is outside "
                 f"0 … {self.classes - 1}; number the labels from 0 or raise classes"
             )
         if self.scale is None and (row := _not_finite(x)) is not None:
             raise BadInput(f"{where}{part} holds NaN or infinity first in sample {row}; clean the "
                            "data first")  # fmt: skip
 
+    @property
+    def strata(self) -> Integer[np.ndarray, " N"]:
+        """By what samples are drawn and dealt: their labels; sequences have none."""
+        return self.y if self.y.ndim == 1 else np.zeros(len(self.y), np.int64)
+
     def gather(
         self, rows: Integer[np.ndarray, " n"], from_pool: bool = False
-    ) -> tuple[Float32[np.ndarray, " n *features"], Integer[np.ndarray, " n"]]:
+    ) -> tuple[Shaped[np.ndarray, " n *features"], Integer[np.ndarray, " n *positions"]]:
         """Normalised samples and labels of some rows, block by block into one new array."""
         x, y = (self.pool_x, self.pool_y) if from_pool else (self.x, self.y)
         if x is None or y is None:
             raise BadInput(f"data set {self.name} has no pool; use holdout 'split' or 'auto'")
-        out = np.empty((len(rows), *x.shape[1:]), dtype=np.float32)
+        kind = x.dtype if self.scale is None else np.float32
+        out = np.empty((len(rows), *x.shape[1:]), dtype=kind)
         for start in range(0, len(rows), BLOCK):
             block = x[rows[start : start + BLOCK]]
             out[start : start + BLOCK] = block if self.scale is None else self.scale.apply(block)

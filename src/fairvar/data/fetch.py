@@ -50,6 +50,7 @@ class Remote:
 _MNIST = "https://ossci-datasets.s3.amazonaws.com/mnist/"  # the original host has no https
 _FASHION = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
 _CIFAR = "https://www.cs.toronto.edu/~kriz/"
+_CHARACTERS = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
 
 
 def _idx(folder: str, *facts: tuple[int, str]) -> tuple[Remote, ...]:
@@ -84,6 +85,10 @@ REMOTE: dict[str, tuple[Remote, ...]] = {
     "tiny_imagenet": (
         Remote("https://cs231n.stanford.edu/tiny-imagenet-200.zip", 248100043,
                "6198c8ae015e2b3e007c7841da39ec069199b9aa3bfa943a462022fe5e43c821"),
+    ),
+    "shakespeare": (
+        Remote(_CHARACTERS + "input.txt", 1115394,
+               "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),
     ),
 }
 # fmt: on

@@ -255,16 +255,20 @@ def _by_client(owner: Int64[np.ndarray, " N"], clients: int) -> list[np.ndarray]
     return np.split(np.argsort(owner, kind="stable"), np.cumsum(sizes)[:-1])
 
 
-def statistics_of(labels: Labels, assignment: Assignment) -> dict[str, Any]:
-    """Its checksum and how uneven it is, as JSON-able facts.
+def statistics_of(
+    labels: Integer[np.ndarray, " N *positions"], assignment: Assignment
+) -> dict[str, Any]:
+    """Its checksum and how uneven it is, as JSON-able facts. Of sequences, positions are counted;
+    a negative label is none.
 
     `mean_total_variation`: distance of a client's label law from the pooled one (0: alike).
     `effective_classes`: 1 / Σ share². `majority_share`: the accuracy of always answering the
     client's most frequent class. All three are means over clients.
     """
-    names, code = np.unique(labels, return_inverse=True)
+    names, real = np.unique(labels[labels >= 0]), labels.reshape(len(labels), -1) >= 0
+    code = np.searchsorted(names, labels.reshape(len(labels), -1))
     rows, sizes = np.concatenate(assignment.indices), assignment.sizes
-    held = np.repeat(np.arange(len(sizes)), sizes) * len(names) + code[rows]
+    held = (np.repeat(np.arange(len(sizes)), sizes)[:, None] * len(names) + code[rows])[real[rows]]
     count = np.bincount(held, minlength=len(sizes) * len(names)).reshape(len(sizes), len(names))
     share = count / count.sum(1, keepdims=True)
     pooled, digest = count.sum(0) / count.sum(), hashlib.sha256()

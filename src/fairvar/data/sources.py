@@ -32,7 +32,7 @@ from fairvar.data.fetch import (
     datasets_dir,
     file_digest,
 )
-from fairvar.data.readers import Layout, Samples, arrays, images, unreadable
+from fairvar.data.readers import Layout, Samples, arrays, images, text, unreadable
 from fairvar.errors import BadInput, FairvarError, cause, unknown
 from fairvar.files import digest, open_regular, read_bytes, walk, whole_file
 
@@ -52,13 +52,13 @@ class Source:
     layouts: tuple[Layout, ...]
     folders: tuple[str, ...] = ("",)
     scale: Scale | None = None  # None: mean and sd of the training pixels themselves
-    images: int = 0  # official number, training and test part together; 0: any
+    images: int = 0  # official number of samples, training and test part together; 0: any
     licence: str = "your own"
     address: str = ""
     sha256: str = ""  # `Raw.sha256` of the complete set in the official order, where known
 
 
-# Constants of FL-bench (algorithms.md 3.1), Tiny ImageNet's divided by 255. Fashion-MNIST is not
+# Constants of FL-bench, Tiny ImageNet's divided by 255. Fashion-MNIST is not
 # in FL-bench's list; these are the mean and sd of its training pixels that everybody uses.
 SOURCES: dict[str, Source] = {
     "mnist": Source(
@@ -95,6 +95,12 @@ SOURCES: dict[str, Source] = {
         110_000, "ImageNet pictures: non-commercial research only",
         "https://cs231n.stanford.edu/tiny-imagenet-200.zip",
     ),
+    "shakespeare": Source(
+        "Shakespeare by speaking role", text.TEXT_LAYOUTS,
+        ("shakespeare", "tinyshakespeare", ""), None, 0, "public domain",
+        "https://github.com/karpathy/char-rnn",
+        "e6e4946803d234e5cdb948398f4a024595c65fc162bb297a9d7f9b0c5f596349",
+    ),
     "folder": Source("class sub-folders of images (root: the folder)", images.FOLDER_LAYOUTS),
     "npz": Source("arrays x, y, groups, x_test, y_test (root: the file)", arrays.NPZ_LAYOUTS),
 }  # fmt: skip
@@ -102,16 +108,11 @@ OWN = ("folder", "npz")
 SHEETS = "index.txt.xz"  # the index of CIFAR as WebP sheets (tools/unpack_webp.py)
 
 
-def load(
-    name: str, root: Root = None, *, pool: bool = False, classes: int | None = None
-) -> Dataset:
-    """A data set by name: training and test part merged, or with the test part as the pool.
-
-    `classes`: how many there are, for a part of a set that need not hold all of them.
-    """
+def load(name: str, root: Root = None, *, pool: bool = False) -> Dataset:
+    """A data set by name: training and test part merged, or with the test part as the pool."""
     layout, paths = locate(name, root)
     samples, source = read_through_cache(name, layout, paths), SOURCES[name]
-    if name == "npz" and classes is None and len(np.unique(samples.y)) < 2:
+    if name == "npz" and len(np.unique(samples.y)) < 2:
         raise BadInput(f"all labels of {paths[0].name} are {samples.y[:1].tolist()}; it takes two "
                        "classes")  # fmt: skip
     if samples.train == len(samples.y) and pool:
@@ -126,7 +127,7 @@ def load(
     if scale is None and samples.x.dtype == np.uint8:
         scale = own_scale(samples.x[: samples.train])
     return Dataset(
-        name, samples.x[:cut], samples.y[:cut], classes or samples.classes,
+        name, samples.x[:cut], samples.y[:cut], samples.classes,
         pool_x=samples.x[cut:] if pool else None, pool_y=samples.y[cut:] if pool else None,
         groups=None if groups is None else groups[:cut],
         sha256=samples.sha256, provenance=_provenance(source, samples), scale=scale,
@@ -155,6 +156,8 @@ def _provenance(source: Source, samples: Samples) -> str:
     share = {1.0: "", 0.5: "half of "}.get(found / official if official else 1.0, share)
     title = source.title if official else samples.note
     parts = f"{samples.train} training and {found - samples.train} test images"
+    if samples.y.ndim > 1:
+        parts = f"{found} sequences"
     return f"{share}{title}: {parts}" + (f", {samples.note}" if official else "")
 
 

@@ -4,7 +4,7 @@
 |---|---|---|
 | probe | x, buffers | ∇f_i(x), f_i(x) where the method uses losses; buffers if the server steps |
 | train | x, buffers, a and g where the method uses them | x_i, buffers, f_i and ∇f_i as asked for |
-| evaluate | x, buffers | loss and accuracy of x on the client's held-out samples, and of v_i |
+| evaluate | x, buffers | loss, accuracy, score of x on the client's held-out samples, and of v_i |
 
 A reply carries the stamp of its request, so that an answer to an older request is recognised. The
 exchanges share no memory on the client: a reply depends on the request and the client's data only,
@@ -28,13 +28,14 @@ from fairvar.data.federation import Federation, Split
 from fairvar.deploy.personal import PersonalModels
 from fairvar.engine.evaluate import evaluate_shared
 from fairvar.engine.kernels import reference as own
-from fairvar.engine.losses import LossFunction
+from fairvar.engine.losses import LossFunction, choose_metric
 from fairvar.engine.run import Run
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.task import split_model
 from fairvar.engine.train import prepare
 from fairvar.errors import BadInput
 from fairvar.methods.base import Method, Replies
+from fairvar.scores import Metric
 from fairvar.tree import Tree, is_finite, scale, squared_norm, subtract, tree_map
 
 FORMAT = 1  # raise it when a message changes its meaning; both sides must have the same
@@ -45,6 +46,7 @@ MEAN_LOSS, LOSS, SAMPLES, ACCURACY = "a", "loss", "samples", "accuracy"  # numbe
 PERSONAL = "personal"  # before the names of a personal model's scores: "personal/test/loss"
 TRAINING = "training"  # a number in requests: which run this is, where clients keep models of it
 SCORE = "score"  # a number in train requests: 1 asks for scores of the local model
+METRIC = "metric"  # a number in replies: the score, if it is neither accuracy nor loss
 STEP = "step"  # a client's part of the normaliser, in sums over clients
 HELD_OUT = ("valid", "test")
 
@@ -82,6 +84,11 @@ def grouped(**groups: Tree | None) -> Tree:
     return {f"{g}/{k}": v for g, tree in groups.items() for k, v in (tree or {}).items()}
 
 
+def sends_score(metric: Metric) -> bool:
+    """Whether a client's score is a number of its own, beside its loss and accuracy."""
+    return metric.name not in (ACCURACY, LOSS)
+
+
 def sends_loss(method: Method) -> bool:
     """Whether a client sends its loss: only where the method needs it."""
     return method.uses_losses or method.uses_mean_loss
@@ -99,6 +106,11 @@ class Agreement:
     clients: int
     input_shape: tuple[int, ...]
     classes: int | None  # None: regression
+    like: Split | None = None  # blank samples, if they are no single tensor of floats with a label
+
+    @property
+    def metric(self) -> Metric:
+        return choose_metric(self.evaluate.metric, self.loss, self.classes)
 
 
 class Client:
@@ -117,9 +129,8 @@ class Client:
             agreed.train, engine="reference", participation=None, participants=None
         )
         self.number = number
-        self.whole: Run = prepare(
-            agreed.model, own_data, agreed.method, agreed.loss, settings, alone=True
-        ).run
+        given = (agreed.model, own_data, agreed.method, agreed.loss, settings)
+        self.whole: Run = prepare(*given, alone=True, metric=agreed.evaluate.metric).run
         self.run = replace(self.whole, method=agreed.method.shared)
         self.personal = None if agreed.method.personal is None else PersonalModels(folder)
 
@@ -201,13 +212,16 @@ class Client:
         task = self.run.task
         params, buffers = split_model(task, model)
         for name, split in self.run.federation.splits.items():
-            samples = int(split.counts[self.number])
+            samples = int(split.answers[self.number])
             if name in HELD_OUT and samples:
                 scores = evaluate_shared(task, params, buffers, split, self.run.piece)
                 found[f"{name}/{SAMPLES}"] = samples
                 found[f"{name}/{LOSS}"] = float(scores.loss[self.number])
                 if task.classifies:
                     found[f"{name}/{ACCURACY}"] = float(scores.accuracy[self.number])
+                score = float(scores.score[self.number])
+                if sends_score(task.metric) and isfinite(score):  # it may be not defined
+                    found[f"{name}/{METRIC}"] = score
         return found
 
 
@@ -223,11 +237,7 @@ def _placed(split: Split, number: int) -> Split:
 
 def only(federation: Federation, client: int) -> Federation:
     """The federation that this client sees: its own."""
-    kept = {}
-    for name, split in federation.splits.items():
-        x, y = split.of(client)
-        kept[name] = replace(split, x=x, y=y, counts=split.counts[client : client + 1])
-    return replace(federation, **kept)  # type: ignore[arg-type]
+    return federation.only([client])
 
 
 # -- sums over clients only (secure aggregation) ---------------------------------------------------

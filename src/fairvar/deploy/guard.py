@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from fairvar.deploy.client import ACCURACY, HELD_OUT, LOSS, SAMPLES, Message, Stamp
+from fairvar.deploy.client import ACCURACY, HELD_OUT, LOSS, METRIC, SAMPLES, Message, Stamp
 from fairvar.engine.server import Combine
 from fairvar.errors import BadInput
 from fairvar.methods.base import Method
@@ -35,6 +35,7 @@ ROUNDING = 1e-9  # 0.1 · 30 is a little more than 3
 OFF = 1e9  # a bound of this size is switched off
 NAME = "federation"  # of the notes, among the tables of a checkpoint
 PARTS = ("train", *HELD_OUT)
+MOST_TOLD = 10  # clients that a message names
 MOST_REFUSALS = 10_000  # that are kept one by one; further ones are counted
 Factor = Annotated[float, msgspec.Meta(ge=1, le=OFF)]
 
@@ -111,6 +112,11 @@ def brief(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text[:LONGEST]).strip()
 
 
+def labelled(client: int, names: Mapping[int, str]) -> str:
+    """How logs and messages call a client: by the name of its site, if it has one."""
+    return f"{names[client]} (client {client})" if client in names else f"client {client}"
+
+
 class Arrival(NamedTuple):
     """What came back through the channel to a client."""
 
@@ -128,6 +134,7 @@ class Expected:
     loss: bool
     scores: Sequence[str]  # splits on which it may report scores
     largest: float
+    score_within: tuple[float, float] | None = None  # None: no score beside loss and accuracy
 
 
 class RoundNote(NamedTuple):
@@ -154,6 +161,7 @@ class Notes(msgspec.Struct):
     keys: dict[int, str] = {}  # of each client, where clients have keys
     # The median lengths of the last rounds' updates, gradients and changes of buffers, by group.
     lengths: dict[str, list[float]] = {}
+    names: dict[int, str] = {}  # of the sites that have one
     training: int = 0  # the number of this run, under which clients keep personal models of it
 
     @staticmethod
@@ -192,6 +200,19 @@ class Notes(msgspec.Struct):
     def table(self) -> Tensor:
         """As bytes in a tensor: a checkpoint holds nothing else."""
         return torch.frombuffer(bytearray(msgspec.json.encode(self)), dtype=torch.uint8)
+
+
+def told(refused: Sequence[Refusal], names: Mapping[int, str]) -> str:
+    """By client, the latest reason why its replies were left out."""
+    times = Counter(refusal.client for refusal in refused)
+    last = {refusal.client: refusal for refusal in refused}
+    parts = []
+    for client in sorted(last)[:MOST_TOLD]:
+        why = last[client].detail or last[client].reason
+        often = f" ({times[client]} times)" if times[client] > 1 else ""
+        parts.append(f"{labelled(client, names)}: {why}{often}")
+    more = len(last) - MOST_TOLD
+    return "; ".join([*parts, *([f"and {more} more"] if more > 0 else [])])
 
 
 def counted(refused: Iterable[Refusal]) -> Counter[str]:
@@ -269,13 +290,15 @@ def _check_arrays(arrays: Tree, expected: Expected) -> None:
 
 def _check_numbers(numbers: Mapping[str, Any], expected: Expected) -> None:
     wanted = {SAMPLES} | ({LOSS} if expected.loss else set())
-    allowed = wanted | {f"{s}/{n}" for s in expected.scores for n in (SAMPLES, LOSS, ACCURACY)}
+    named = (SAMPLES, LOSS, ACCURACY, *[METRIC] * (expected.score_within is not None))
+    allowed = wanted | {f"{s}/{n}" for s in expected.scores for n in named}
     if not wanted <= numbers.keys() <= allowed:
         raise BadMessage(Reason.KEYS, f"its numbers are {sorted(map(str, numbers))[:9]}")
     bounds: dict[str, tuple[type[Any], float, float, Reason]] = {
         SAMPLES: (int, 1, expected.largest, Reason.SAMPLES),
         LOSS: (float, 0, expected.largest, Reason.LOSS),
         ACCURACY: (float, 0, 1, Reason.SCORES),
+        METRIC: (float, *(expected.score_within or (0, 0)), Reason.SCORES),
     }
     for name, value in numbers.items():
         split, _, what = name.rpartition("/")

@@ -19,12 +19,14 @@ from fairvar.deploy.client import (
     ACCURACY,
     HELD_OUT,
     LOSS,
+    METRIC,
     MODEL,
     PERSONAL,
     Agreement,
     Client,
     Message,
     only,
+    sends_score,
 )
 from fairvar.deploy.guard import (
     NAME,
@@ -109,13 +111,23 @@ class Exchange:
 
     def _tables(self, good: Good, splits: Splits, mark: str = "") -> dict[str, Scores]:
         """Over all clients from the replies of those that answered; nan for the others."""
-        nothing = torch.full((1, self.run.clients), torch.nan, dtype=torch.float64)
-        scores = {split: Scores(nothing.clone(), nothing.clone()) for split in splits}
-        for i, reply in good.items():
-            for split, table in scores.items():
-                table.loss[0, i] = reply.numbers.get(f"{mark}{split}/{LOSS}", torch.nan)
-                table.accuracy[0, i] = reply.numbers.get(f"{mark}{split}/{ACCURACY}", torch.nan)
-        return scores
+        metric = self.run.task.metric
+
+        def table(split: str, name: str) -> Tensor:
+            found = torch.full((1, self.run.clients), torch.nan, dtype=torch.float64)
+            for i, reply in good.items():
+                found[0, i] = reply.numbers.get(f"{mark}{split}/{name}", torch.nan)
+            return found
+
+        return {
+            split: Scores.build(
+                metric,
+                table(split, LOSS),
+                table(split, ACCURACY),
+                table(split, METRIC) if sends_score(metric) else None,
+            )
+            for split in splits
+        }
 
 
 def federate(
@@ -140,6 +152,7 @@ def federate(
     # for the clients that it serves badly.)
     notes.typical_loss = max(notes.typical_loss, log(agreed.classes or 1))
     transport.keys |= {c: k for c, k in notes.keys.items() if c not in rules.rebind}
+    transport.names |= notes.names
     kind: type[Server] = SummingServer if isinstance(transport, MeanTransport) else Server
     server = kind(agreed, rules, transport, notes)
     if agreed.method.personal is not None and not notes.training:
@@ -180,7 +193,7 @@ def check_start(agreed: Agreement, start: Checkpoint) -> None:
     scored = scored_keys(_splits(agreed), agreed.evaluate, agreed.method)
     train = agreed.train
     who = Participation.build(agreed.clients, train.seed, train.participation, train.participants)
-    check_tables(start._replace(tables=start.tables or {}), who, scored)
+    check_tables(start._replace(tables=start.tables or {}), who, scored, agreed.metric)
     try:
         notes = Notes.reopen(start.tables, agreed.clients)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -192,12 +205,15 @@ def check_start(agreed: Agreement, start: Checkpoint) -> None:
 
 def _server_run(agreed: Agreement) -> Run:
     """The engine's view of the run, on a few blank samples: the server has no data."""
-    blank = torch.zeros(4, *agreed.input_shape)
-    targets = torch.zeros(4, dtype=torch.float32 if agreed.classes is None else torch.int64)
-    counts = torch.tensor([4] + [0] * (agreed.clients - 1))
-    data = Federation(Split(blank, targets, counts), classes=agreed.classes)
+    blank = agreed.like
+    if blank is None:
+        targets = torch.zeros(4, dtype=torch.float32 if agreed.classes is None else torch.int64)
+        blank = Split(torch.zeros(4, *agreed.input_shape), targets, torch.tensor([4]))
+    counts = torch.tensor([len(blank.y)] + [0] * (agreed.clients - 1))
+    data = Federation(replace(blank, counts=counts), classes=agreed.classes)
     settings = with_fields(agreed.train, device="cpu", engine="reference")
-    return prepare(agreed.model, data, agreed.method, agreed.loss, settings, alone=True).run
+    given = (agreed.model, data, agreed.method, agreed.loss, settings)
+    return prepare(*given, alone=True, metric=agreed.evaluate.metric).run
 
 
 def _splits(agreed: Agreement) -> Splits:
@@ -226,6 +242,7 @@ class LocalTransport:
     def __init__(self, clients: Sequence[Client], fault: Fault = honest) -> None:
         self.clients = {c.number: c for c in clients}
         self.keys: dict[int, str] = {}
+        self.names: dict[int, str] = {}
         self.fault = fault
 
     def present(self, at_least: int, seconds: float) -> Sequence[int]:

@@ -38,6 +38,7 @@ from fairvar.deploy.client import (
     group_of,
     grouped,
     sends_loss,
+    sends_score,
 )
 from fairvar.deploy.guard import Arrival, BadMessage, FederationSettings, Notes, RoundNote
 from fairvar.engine.batches import Participation
@@ -58,6 +59,7 @@ class Transport(Protocol):
 
     name: str
     keys: dict[int, str]  # client → its key, where clients have keys; never forgotten
+    names: dict[int, str]  # client → the name of its site, where it has one
 
     def present(self, at_least: int, seconds: float) -> Sequence[int]:
         """The ids of clients that can be asked, once there are enough or the time is over."""
@@ -100,7 +102,7 @@ class Server:
 
     def round(self, state: State, score: bool = False) -> tuple[Outcome, Good]:
         """Round `state.round`, and the replies that made it; `score`: with local models' scores."""
-        before = self.notes.reasons()
+        before, recorded = self.notes.reasons(), len(self.notes.refused)
         for attempt in range(self.settings.repeats + 1):
             for found in (self.limited, self.shortened, self.lengths):
                 found.clear()
@@ -113,13 +115,15 @@ class Server:
                 last = few
         now = self.notes.reasons() - before
         reasons = ", ".join(f"{n} × {why}" for why, n in sorted(now.items()))
+        by_client = guard.told(self.notes.refused[recorded:], self.transport.names)
         raise RunFailed(
             f"round {state.round} was given up after {self.settings.repeats + 1} attempts: {last} "
-            f"({reasons or 'no client was there'})"
+            f"({reasons or 'no client was there'}){'; ' * bool(by_client)}{by_client}"
         )
 
     def _write_down(self, t: int, made_by: list[int]) -> None:
         bound = self.notes.bind(self.transport.keys)
+        self.notes.names |= self.transport.names
         cut = sorted(self.limited), sorted(self.shortened)
         self.notes.rounds.append(RoundNote(t, made_by, *cut, bound))
         for group, median in self.lengths.items():
@@ -266,7 +270,9 @@ class Server:
         requests = [Message(stamp, i, sent, self._numbers(numbers)) for i in ids]
         arrivals = self.transport.exchange(requests, wanted, self.settings.deadline)
         largest = self.settings.largest
-        expected = guard.Expected(stamp, frozenset(ids), wanted, loss, scores, largest)
+        metric = self.agreed.metric
+        within = (metric.bounds or (-largest, largest)) if sends_score(metric) else None
+        expected = guard.Expected(stamp, frozenset(ids), wanted, loss, scores, largest, within)
         good, bad = guard.sift(arrivals, expected)
         self.notes.refuse(stamp, bad)
         self.notes.count_samples(good)

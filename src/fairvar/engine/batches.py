@@ -3,7 +3,8 @@
 `Schedule` is what is fixed for a run; `Cohort` has the clients of one round.
 
 In each pass over its data a client's samples are shuffled by random keys that depend only on (seed,
-round, pass, client id, position). Adding a client does not change the batches of the others.
+round, pass, client id, position). Adding a client does not change the batches of the others. What
+dropout drops of a sample depends on (seed, round, step, client id, position) in the same way.
 
 Who takes part in a round, and what averages over some of the clients mean.
 
@@ -23,10 +24,11 @@ that every engine and a federation ask the same ones. Those that answer are the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float64, Int64
@@ -35,6 +37,27 @@ from torch import Tensor
 from fairvar import rng
 from fairvar.data.federation import Split
 from fairvar.errors import BadInput
+from fairvar.tree import Inputs, map_inputs
+
+
+class Batch(NamedTuple):  # a tuple, because vmap looks into those
+    """Samples as a model takes them. Several batches have a client or a block as first axis."""
+
+    x: Inputs
+    y: Tensor
+    real: Tensor | None = None  # False for padding; None: nothing is padded
+    keys: Tensor | None = None  # of the samples' dropout; None: the model has none
+
+    @property
+    def axes(self) -> Any:
+        """vmap's: the first of all tensors."""
+        axes: list[Any] = [None if part is None else 0 for part in self]
+        return Batch(*axes)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        x, *rest = self
+        found: list[Any] = [None if part is None else function(part) for part in rest]
+        return Batch(map_inputs(function, x), *found)
 
 
 @dataclass(frozen=True)
@@ -81,6 +104,7 @@ class Constants(NamedTuple):
     counts: Int64[Tensor, " n"]
     offsets: Int64[Tensor, " n"]
     per_pass: Int64[Tensor, " n"]
+    position: Int64[Tensor, " N"]  # of each sample among its client's
 
 
 @dataclass(frozen=True)
@@ -92,6 +116,7 @@ class Schedule:
     seed: int
     steps: list[int]  # local steps of each client in a round
     passes: list[int]  # batches in one pass over the client's data
+    dropout: bool = False  # the model has dropout
     live_keys: Int64[Tensor, " passes"] | None = None  # a captured round reads its draw from here
 
     @staticmethod
@@ -103,6 +128,7 @@ class Schedule:
         seed: int,
         batch_norm: bool,
         drop_last: bool = False,
+        dropout: bool = False,
     ) -> Schedule:
         sizes = split.counts.tolist()
         if batch_norm:
@@ -115,7 +141,7 @@ class Schedule:
             steps = [local_steps] * len(sizes)
         else:
             steps = [local_epochs * batches for batches in passes]
-        return Schedule(split, batch_size, seed, steps, passes)
+        return Schedule(split, batch_size, seed, steps, passes, dropout)
 
     @property
     def one_step(self) -> bool:
@@ -158,24 +184,27 @@ class Schedule:
 
     @cached_property
     def constants(self) -> Constants:
-        split, device = self.split, self.split.x.device
+        split, device = self.split, self.split.device
+        offsets = torch.tensor(split.offsets[:-1], device=device)
         return Constants(
             counts=split.counts.to(device),
-            offsets=torch.tensor(split.offsets[:-1], device=device),
+            offsets=offsets,
             per_pass=torch.tensor(self.passes, device=device),
+            position=torch.arange(len(split.y), device=device) - offsets[split.client],
         )
 
     @cached_property
     def everyone(self) -> Cohort:
         known = list(range(len(self.steps)))
-        return Cohort(self, torch.arange(len(known), device=self.split.x.device), known)
+        return Cohort(self, torch.arange(len(known), device=self.split.device), known)
 
     def keys(self, t: int) -> list[int]:
-        """The name of every shuffle of round t; none where every step sees everything."""
-        if self.full_batch:
-            return []
+        """The name of every shuffle of round t, none where every step sees everything; then that of
+        dropout, if the model has it."""
         passes = max(ceil(s / p) for s, p in zip(self.steps, self.passes, strict=True))
-        return [rng.signed(rng.key(self.seed, "batch", t, number)) for number in range(passes)]
+        keys = [rng.key(self.seed, "batch", t, n) for n in range(0 if self.full_batch else passes)]
+        keys += [rng.key(self.seed, "dropout", t)] if self.dropout else []
+        return [rng.signed(key) for key in keys]
 
     def round(self, t: int) -> RoundBatches:
         """The samples of all clients."""
@@ -299,11 +328,17 @@ class Cohort:
     def round(self, t: int) -> RoundBatches:
         """The samples of round t."""
         schedule, device = self.schedule, self.ids.device
-        if schedule.full_batch:
+        if schedule.full_batch and not schedule.dropout:
             return RoundBatches(self, self.slots.row[None])
-        live = schedule.live_keys
+        live, of_samples = schedule.live_keys, None
         keys = torch.tensor(schedule.keys(t), device=device) if live is None else live
-        return RoundBatches(self, torch.stack([self._shuffle(key) for key in keys]))
+        if schedule.dropout:
+            client, position = schedule.split.client, schedule.constants.position
+            of_samples = rng.sample_keys(keys[-1], client, position)
+            keys = keys[:-1]
+        if schedule.full_batch:
+            return RoundBatches(self, self.slots.row[None], of_samples)
+        return RoundBatches(self, torch.stack([self._shuffle(key) for key in keys]), of_samples)
 
     def _shuffle(self, key: Int64[Tensor, ""]) -> Int64[Tensor, " s"]:
         """All rows, still sorted by place, in this pass's random order within each client."""
@@ -336,6 +371,7 @@ class RoundBatches:
 
     cohort: Cohort
     shuffled: Int64[Tensor, "passes s"]  # rows of the training split, slot by slot
+    keys: Int64[Tensor, " N"] | None = None  # of each sample of that split, for dropout
 
     def rows(self, step: int, places: Int64[Tensor, " k"]) -> Padded:
         """Rows of the training split for this step, padded to one width."""
@@ -347,6 +383,14 @@ class RoundBatches:
             number, done = step // per_pass, (step % per_pass) * schedule.width
         slot, real = Padded.build(first + done, counts - done, schedule.width)
         return Padded(self.shuffled[number[:, None], slot], real)
+
+    def take(self, rows: Int64[Tensor, " *shape"], step: int, real: Tensor | None = None) -> Batch:
+        """These samples, as they are in this step."""
+        return Batch(*self.cohort.schedule.split.take(rows), real, self.dropout(rows, step))
+
+    def dropout(self, rows: Int64[Tensor, " *shape"], step: int) -> Int64[Tensor, " *shape"] | None:
+        """The samples' keys in this step."""
+        return None if self.keys is None else rng.numbered(self.keys[rows], step)
 
 
 def _spans(

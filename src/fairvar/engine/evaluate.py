@@ -1,7 +1,13 @@
-"""Losses and accuracies of every client: of one shared model, or of local models."""
+"""Losses, accuracies and scores of every client: of one shared model, or of local models.
+
+Losses and accuracies are means over samples. The scores of other metrics are functions of all
+outputs of a client, which are kept until the client is complete: of one client at a time for a
+shared model, of a chunk of clients for local models.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,16 +19,54 @@ from torch.func import vmap
 from fairvar.data.federation import Split
 from fairvar.engine.batches import Cohort, Padded
 from fairvar.engine.task import Task, channels_last
-from fairvar.tree import Tree
+from fairvar.models.norm import plain_attention
+from fairvar.scores import ACCURACY, Metric
+from fairvar.tree import Inputs, Tree, map_inputs
 
 BLOCK = 256  # samples of a client that its local model sees at once
 
 
 class Scores(NamedTuple):
-    """Means over a client's samples; NaN for a client without samples, or without classes."""
+    """Means over a client's samples; NaN for a client without samples, or without classes. `score`
+    is by the metric of the run; NaN also where it is not defined for a client."""
 
     loss: Float64[Tensor, "*runs n"]
-    accuracy: Float64[Tensor, "*runs n"]
+    accuracy: Float64[Tensor, "*runs n"]  # of sequences: over all their positions
+    score: Float64[Tensor, "*runs n"]
+
+    @staticmethod
+    def build(metric: Metric, loss: Tensor, accuracy: Tensor, made: Tensor | None) -> Scores:
+        """`made`: scores by the metric's function, of all outputs."""
+        if made is None:
+            known = {"accuracy": accuracy, "loss": loss, "perplexity": loss.exp()}
+            made = known.get(metric.name, torch.full_like(loss, torch.nan))
+        return Scores(loss, accuracy, made)
+
+    @staticmethod
+    def nothing(like: Tensor) -> Scores:
+        """NaN for all clients."""
+        return Scores(*(torch.full_like(like, torch.nan) for _ in Scores._fields))
+
+
+def needs_outputs(metric: Metric) -> bool:
+    return metric.function is not None and metric != ACCURACY
+
+
+class ByFunction:
+    """Scores by a function, as the outputs of a shared model come in the order of the samples."""
+
+    def __init__(self, metric: Metric, split: Split) -> None:
+        self.metric, self.split, self.waiting = metric, split, list[Tensor]()
+        self.todo = deque(torch.nonzero(split.counts).flatten().tolist())
+        self.scores = torch.full(split.counts.shape, torch.nan, dtype=torch.float64)
+
+    def add(self, outputs: Tensor) -> None:
+        self.waiting.append(outputs)
+        there = sum(map(len, self.waiting))
+        while self.todo and there >= (count := int(self.split.counts[self.todo[0]])):
+            whole, client = torch.cat(self.waiting), self.todo.popleft()
+            self.scores[client] = self.metric(whole[:count], self.split.targets(client))
+            self.waiting, there = [whole[count:]], there - count
 
 
 class Seen(NamedTuple):
@@ -42,20 +86,24 @@ def evaluate_shared(
     cohort: Cohort | None = None,
 ) -> Scores:
     """One model on the samples of all clients, pooled; `cohort`: of these clients only, whose
-    training split this is."""
-    place, rows, counts, real = split.client, None, split.counts_there, None
+    training split this is, without scores by a function."""
+    place, rows, real = split.client, None, None
+    counts, answers = split.counts_there, split.answers
     if cohort is not None and not cohort.everyone:
         place, rows, real = cohort.slots.place, cohort.slots.row, cohort.slots.real
-        counts = cohort.counts
-    total = torch.zeros(2, len(counts), dtype=torch.float64, device=split.x.device)
+        counts, answers = cohort.counts, answers[cohort.ids]
+    total = torch.zeros(2, len(counts), dtype=torch.float64, device=split.device)
+    own = ByFunction(task.metric, split) if cohort is None and needs_outputs(task.metric) else None
     with torch.no_grad():
         for i in range(0, len(place), piece):
             some = slice(i, i + piece)
-            taken = some if rows is None else rows[some]
-            x, y = channels_last(split.x[taken]), split.y[taken]
-            found = _score(task, task.predict(params, buffers, x), y)
+            x, y = split.take(some if rows is None else rows[some])
+            outputs = task.predict(params, buffers, map_inputs(channels_last, x))
+            found = _score(task, outputs, y)
             total.index_add_(1, place[some], found if real is None else found * real[some])
-    return _means(total, counts)
+            if own is not None:
+                own.add(outputs)
+    return _means(task, total, counts, answers, None if own is None else own.scores)
 
 
 def evaluate_local(
@@ -67,38 +115,58 @@ def evaluate_local(
     total = torch.zeros(2, len(ids), dtype=torch.float64, device=ids.device)
     width = min(BLOCK, int(split.counts.max()))
     predict = _one_by_one(task) if task.loop_only or task.in_turn else vmap(task.predict)
-    with torch.no_grad():
+    own, kept = needs_outputs(task.metric), list[Tensor]()
+    with torch.no_grad(), plain_attention(split.device):
         for start in range(0, int(counts.max()), width):
             rows, real = Padded.build(offsets + start, counts - start, width)
             rows = rows.clamp(max=len(split.y) - 1)  # of a client without samples here
-            y = split.y[rows]
-            outputs = predict(params, buffers, split.x[rows])
+            x, y = split.take(rows)
+            outputs = predict(params, buffers, x)
             scores = _score(task, outputs.flatten(0, 1), y.flatten(0, 1))
             total += (scores.reshape(2, *real.shape) * real).sum(2)
-    return _means(total, counts)
+            kept += [outputs] if own else []
+    made = _by_client(task.metric, kept, split, ids) if own else None
+    return _means(task, total, counts, split.answers[ids], made)
 
 
-def _one_by_one(task: Task) -> Callable[[Tree, Tree, Tensor], Tensor]:
+def _by_client(
+    metric: Metric, blocks: list[Tensor], split: Split, ids: Int64[Tensor, " k"]
+) -> Float64[Tensor, " k"]:
+    """By a function of the outputs of these clients, padded, in blocks along the second axis."""
+    found = torch.full(ids.shape, torch.nan, dtype=torch.float64)
+    for place, client in enumerate(ids.tolist()):
+        count = int(split.counts[client])
+        if count:
+            outputs = torch.cat([block[place] for block in blocks])[:count]
+            found[place] = metric(outputs, split.targets(client))
+    return found
+
+
+def _one_by_one(task: Task) -> Callable[[Tree, Tree, Inputs], Tensor]:
     """For modules that vmap refuses, and where it is slower."""
 
-    def predict(params: Tree, buffers: Tree, x: Tensor) -> Tensor:
-        own = [({k: v[i] for k, v in params.items()}, {k: v[i] for k, v in buffers.items()})
-               for i in range(len(x))]  # fmt: skip
-        return torch.stack(
-            [task.predict(p, b, channels_last(x[i])) for i, (p, b) in enumerate(own)]
-        )
+    def predict(params: Tree, buffers: Tree, x: Inputs) -> Tensor:
+        def alone(i: int) -> Tensor:
+            own, kept = ({k: v[i] for k, v in tree.items()} for tree in (params, buffers))
+            return task.predict(own, kept, map_inputs(lambda part: channels_last(part[i]), x))
+
+        return torch.stack([alone(i) for i in range(len(next(iter(params.values()))))])
 
     return predict
 
 
 def _score(task: Task, outputs: Tensor, y: Tensor) -> Float64[Tensor, "2 b"]:
+    """The loss of every sample and its right answers, of which a sequence has several."""
     loss = task.loss(outputs, y).double()
-    right = (
-        (outputs.argmax(1) == y).double() if task.classifies else torch.full_like(loss, torch.nan)
-    )
-    return torch.stack([loss, right])
+    if not task.classifies:
+        return torch.stack([loss, torch.full_like(loss, torch.nan)])
+    right = (outputs.argmax(-1) == y).double()
+    return torch.stack([loss, right if y.dim() == 1 else right.flatten(1).sum(1)])
 
 
-def _means(total: Tensor, counts: Tensor) -> Scores:
-    loss, right = total / counts
-    return Scores(loss, right)
+def _means(
+    task: Task, total: Tensor, counts: Tensor, answers: Tensor, made: Tensor | None
+) -> Scores:
+    loss, accuracy = total[0] / counts, total[1] / answers
+    made = None if made is None else made.to(loss.device)
+    return Scores.build(task.metric, loss, accuracy, made)

@@ -86,7 +86,8 @@ class Grid:
         when: EvaluateSettings,
     ) -> None:
         self.members, first = list(members), members[0]
-        self.prepared = prepare(first.model, federation, first.method, loss, first.settings)
+        given = (first.model, federation, first.method, loss, first.settings)
+        self.prepared = prepare(*given, metric=when.metric)
         self.run = self.prepared.run
         if self.prepared.path != "linear" or first.method.personal or not _alike(members):
             raise BadInput("these runs cannot be trained together; train them one by one")
@@ -116,7 +117,8 @@ class Grid:
         if start is None:
             return Checkpoint(fresh, None)
         state = check_fits(start.state, fresh, member.settings.rounds)
-        check_tables(start, self.run.participation, scored, every_round=False)
+        metric = self.run.task.metric
+        check_tables(start, self.run.participation, scored, metric, every_round=False)
         return start._replace(state=state.to(self.run.device))
 
     def in_order(self, made: Sequence[Checkpoint]) -> list[Checkpoint]:

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from jaxtyping import Float64, Int64
+from safetensors.torch import save
 from torch import Tensor
 
+from fairvar import display
 from fairvar.data.federation import SPLITS
 from fairvar.engine.state import State
 from fairvar.errors import BadInput, shown
+from fairvar.files import pack_files, write_bytes
 from fairvar.methods.base import Method
 from fairvar.metrics import Fairness, fairness
+from fairvar.scores import ACCURACY, LOSS, Metric, metric_facts
 
 Key = tuple[str, str]  # (split, model): ("test", "global"), ("valid", "local"), …
 MODELS = ("global", "local", "personal")
+FACTS = ("rounds", "diverged_at", "stopped", "classifies")  # what a file has beside its tables
+BY_MODEL = ("accuracy", "evaluated_loss")  # quantities with a table for each (split, model)
 NOBODY = -1  # in place of the id of a participant that did not answer
 Tables = dict[str, Tensor]  # observations as flat tensors, named "loss", "accuracy/test/global", …
 
@@ -35,6 +44,17 @@ class Frame(dict[str, np.ndarray]):
     @property
     def columns(self) -> list[str]:
         return list(self)
+
+    def __repr__(self) -> str:
+        return f"<Frame of {len(self)} rows: {', '.join(self)}>"
+
+    def to_pandas(self) -> Any:
+        """As a pandas.DataFrame."""
+        try:
+            import pandas
+        except ImportError:
+            raise BadInput("to_pandas needs pandas: pip install pandas") from None
+        return pandas.DataFrame(dict(self))
 
     def to_csv(self) -> str:
         text = io.StringIO()
@@ -50,6 +70,10 @@ class Measured(dict[Key, Tensor]):
     def __init__(self, tables: Mapping[Key, Tensor], why: Callable[[object], str]) -> None:
         super().__init__(tables)
         self.why = why
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{key}: {tuple(table.shape)}" for key, table in self.items())
+        return f"<tables over (evaluation, client): {shapes or 'none'}>"
 
     def __missing__(self, key: object) -> Tensor:
         raise BadInput(self.why(key))
@@ -80,28 +104,39 @@ class History:
     participant_weights: Float64[Tensor, "T m"]  # aggregation weights as used
     ascended: Float64[Tensor, " T"]  # share of clients whose own gradient had a negative factor
     evaluated: Int64[Tensor, " E"]
-    accuracy: Mapping[Key, Float64[Tensor, "E n"]]
+    accuracy: Mapping[Key, Float64[Tensor, "E n"]]  # of labels; `score` is by the run's metric
     evaluated_loss: Mapping[Key, Float64[Tensor, "E n"]]
     gradient_variance: Float64[Tensor, " E"]  # Σ r_i ‖∇f_i − ∇F‖² at x^t of the evaluated round
     update_norm: Float64[Tensor, "E n"]  # ‖x^t − x_i‖
-    samples: Mapping[str, Int64[Tensor, " n"]]  # per split and client
+    samples: Mapping[str, Int64[Tensor, " n"]]  # by split and client; of sequences, positions
     exchanges: int  # message pairs between the server and one client, in all
     bytes_down: int  # per client, in all
     bytes_up: int
     diverged_at: int | None = None  # the first round whose losses or model were not finite
+    stopped: str | None = None  # why a callback ended the run before its last round
     provenance: Mapping[str, Any] = field(default_factory=dict)  # version, device, seed, wall time
     classifies: bool = True  # there are labels, so that accuracies can be measured
     # Whose column it is, round by round; `NOBODY` if the client did not answer. None: client i's.
     participants: Int64[Tensor, "T m"] | None = None
+    metric: Metric = ACCURACY  # by which clients are scored
+    own_score: Mapping[Key, Float64[Tensor, "E n"]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for quantity in ("accuracy", "evaluated_loss"):
+        for quantity in (*BY_MODEL, "own_score"):
             tables = Measured(getattr(self, quantity), partial(self._why_not, quantity))
             object.__setattr__(self, quantity, tables)
 
     @property
     def clients(self) -> int:
         return self.update_norm.shape[1]
+
+    @property
+    def score(self) -> Mapping[Key, Float64[Tensor, "E n"]]:
+        """Scores by `metric`; NaN for clients without samples, or whose score is not defined. With
+        the default metrics these are the tables `accuracy` and `evaluated_loss`."""
+        if self.metric == ACCURACY:
+            return self.accuracy
+        return self.evaluated_loss if self.metric == LOSS and not self.own_score else self.own_score
 
     @property
     def loss(self) -> Float64[Tensor, "T n"]:
@@ -136,7 +171,73 @@ class History:
 
     def __repr__(self) -> str:
         text = f"{self.method.label}, {self.rounds} rounds, {self.clients} clients"
-        return f"<History: {text}{'; ' + self.divergence if self.divergence else ''}>"
+        why = self.divergence or (f"stopped: {self.stopped}" if self.stopped else "")
+        return f"<History: {text}{'; ' + why if why else ''}>"
+
+    def _repr_html_(self) -> str:
+        """The scores at the last evaluation, and how those of the reported model came about."""
+        named = {q: getattr(self, q) for q in BY_MODEL}
+        scores = {self.metric.name: self.score, **named} if len(self.evaluated) else {}
+        rows, lines = list[tuple[object, ...]](), dict[str, list[float]]()
+        shown = next((q for q, tables in scores.items() if tables), "")
+        for quantity, tables in scores.items():
+            for (split, model), table in tables.items():
+                now = table[-1][table[-1].isfinite()]
+                numbers = (now.mean(), now.var(), now.min(), now.max()) if len(now) > 1 else ()
+                rows.append((f"{quantity}, {split}, {model}", *map(float, numbers)))
+                if quantity == shown and model == self.method.reported_model:
+                    lines[split] = table.nanmean(1).tolist()
+        head = ("after the last evaluation", "mean", "variance", "lowest", "highest")
+        picture = display.curves(f"mean {shown} over clients", self.evaluated.tolist(), lines)
+        parts = [display.table(head, rows), picture] if rows else []
+        return display.card(repr(self)[1:-1], *parts)
+
+    def save(self, path: str | Path) -> None:
+        """Write one file with everything, from which `fairvar.load` makes this history again."""
+        kind = type(self.method)
+        facts = {
+            "method": msgspec.to_builtins(self.method),
+            "class": f"{kind.__module__}.{kind.__qualname__}",
+            "made_by": self.state.made_by,
+            **{name: getattr(self, name) for name in FACTS},
+            **metric_facts(self.metric),
+            "birth": dict(self.provenance),
+        }
+        tables = {f"tables/{name}": table.contiguous() for name, table in self.tables().items()}
+        content = save({**self.state.flat(), **tables}, {"facts": json.dumps(facts)})
+        write_bytes(Path(path), pack_files({"history.safetensors": content}))
+
+    def save_model(self, path: str | Path) -> None:
+        """Write the final global model (`model`) as a plain .safetensors file."""
+        if Path(path).suffix != ".safetensors":
+            raise BadInput(f"{path}: give a model's file a name that ends in .safetensors")
+        tensors = {name: leaf.detach().cpu().contiguous() for name, leaf in self.model.items()}
+        write_bytes(Path(path), save(tensors))
+
+    def tables(self) -> Tables:
+        """All observations as flat tensors; `history_from_tables` reverses it."""
+        flat: Tables = {
+            "observed": self.observed,
+            "loss": self.participant_loss,
+            "weights": self.participant_weights,
+            "ascended": self.ascended,
+            "evaluated": self.evaluated,
+            "gradient_variance": self.gradient_variance,
+            "update_norm": self.update_norm,
+        }
+        if self.participants is not None:
+            flat["participants"] = self.participants
+        named = {name: getattr(self, name) for name in BY_MODEL} | {"score": self.own_score}
+        for quantity, tables in named.items():
+            for (split, model), table in tables.items():
+                flat[f"{quantity}/{split}/{model}"] = table
+        flat |= {f"samples/{split}": counts for split, counts in self.samples.items()}
+        flat["counters"] = torch.tensor([self.exchanges, self.bytes_down, self.bytes_up])
+        return flat
+
+    def __add__(self, later: History) -> History:
+        """This history and its continuation, `train(…, state=this)`, as one."""
+        return join(self, later) if isinstance(later, History) else NotImplemented
 
     @property
     def divergence(self) -> str | None:
@@ -159,7 +260,8 @@ class History:
         if not (isinstance(key, tuple) and named and len(key) == 2):
             return f'{quantity}[{shown(key)}]: give (split, model), for example ("test", "global")'
         split, model = key
-        start = f"no {quantity} of the {model} model on {shown(split)}"
+        what = self.metric.title if quantity == "own_score" else quantity
+        start = f"no {what} of the {model} model on {shown(split)}"
         if split not in SPLITS or model not in MODELS:
             return f"{start}: splits are {', '.join(SPLITS)}, models {', '.join(MODELS)}"
         if self.divergence and not len(self.evaluated):
@@ -199,29 +301,35 @@ class History:
             raise BadInput(f"client = {shown(client)}: there are clients 0 to {clients - 1}")
         return {name: leaf[client] for name, leaf in models.items()}
 
-    def fairness(self, split: str = "test", model: str | None = None, at: int = -1) -> Fairness:
-        """The fairness of client accuracies at one evaluated round (the last by default). By
-        default of the model that the method is reported by: personal models where it has such, the
-        global model otherwise."""
+    def fairness(
+        self, split: str = "test", model: str | None = None, at: int = -1, resamples: int = 2000
+    ) -> Fairness:
+        """The fairness of client scores at one evaluated round (the last by default). By default
+        of the model that the method is reported by: personal models where it has such, the global
+        model otherwise."""
         model = self.method.reported_model if model is None else model
         if not (isinstance(split, str) and isinstance(model, str)):
             raise BadInput(self._why_not("accuracy", (split, model)))
-        table = self.accuracy[split, model]
+        table = self.score[split, model]
         if not isinstance(at, int) or not -len(table) <= at < len(table):
             raise BadInput(f"at = {shown(at)}: there are {len(table)} evaluations; -1 is the last")
-        return fairness(table[at], self.samples[split])
+        scores, counts = table[at], self.samples[split]
+        return fairness(scores, counts, resamples=resamples, metric=self.metric)
 
     def to_frame(self) -> Frame:
         """One row per (round, client, split, model, quantity); losses and weights of participants.
 
         `round` is the number of rounds that the model has behind it: in row r "loss" is f_i(x^r),
-        "weight" was used to make x^{r+1}, "accuracy" and "evaluated_loss" are those of x^r (or of
-        the local models from which x^r was made)."""
+        "weight" was used to make x^{r+1}, "accuracy", "evaluated_loss" and the score (named as its
+        metric) are those of x^r (or of the local models from which x^r was made)."""
         drawn, at = self.participants, self.observed
         blocks = [("train", "global", "loss", at, self.participant_loss, drawn),
                   ("", "", "weight", at, self.participant_weights, drawn)]  # fmt: skip
-        for quantity in ("accuracy", "evaluated_loss"):
-            for (split, model), table in getattr(self, quantity).items():
+        tables = {"accuracy": self.accuracy, "evaluated_loss": self.evaluated_loss}
+        if self.metric != LOSS:
+            tables[self.metric.name] = self.score
+        for quantity, by_key in tables.items():
+            for (split, model), table in by_key.items():
                 blocks.append((split, model, quantity, self.evaluated, table, None))
         columns: dict[str, list[Any]] = {
             k: [] for k in ("round", "client", "split", "model", "quantity", "value")
@@ -235,6 +343,48 @@ class History:
             for name, text in (("split", split), ("model", model), ("quantity", quantity)):
                 columns[name].append(np.full(there.sum(), text))
         return Frame({name: np.concatenate(parts) for name, parts in columns.items()})
+
+
+def join(first: History, later: History) -> History:
+    """Both as one history, if `later` continues `first`: the same method and clients, and the
+    rounds right after."""
+    start = later.state.round - later.rounds
+    differ = [
+        (first.method == later.method, f"{later.method!r} is not {first.method!r}"),
+        (_counts(first) == _counts(later), "they have other clients"),
+        (first.metric == later.metric, "they are scored by other metrics"),
+        (first.participant_loss.shape[1] == later.participant_loss.shape[1],
+         "other numbers of clients take part in a round"),
+        (first.diverged_at is None, "the first has diverged"),
+        (first.state.round == start,
+         f"the first ends after round {first.state.round}, the second starts after {start}"),
+        (not len(first.evaluated) or not len(later.evaluated)
+         or all(getattr(first, q).keys() == getattr(later, q).keys() for q in BY_MODEL),
+         "they evaluate other splits or models"),
+    ]  # fmt: skip
+    for fine, why in differ:
+        if not fine:
+            raise BadInput(f"these histories cannot be joined: {why}; the second must come from "
+                           "train(…, state=first)")  # fmt: skip
+    rows = ("observed", "participant_loss", "participant_weights", "ascended", "evaluated",
+            "gradient_variance", "update_norm")  # fmt: skip
+    whole: dict[str, Any] = {n: torch.cat([getattr(h, n) for h in (first, later)]) for n in rows}
+    pairs = {name: (getattr(first, name), getattr(later, name)) for name in BY_MODEL}
+    if first.metric != ACCURACY:
+        pairs["own_score"] = first.score, later.score
+    for name, (one, other) in pairs.items():
+        whole[name] = {key: torch.cat([h[key] for h in (one, other) if key in h])
+                       for key in {**one, **other}}  # fmt: skip
+    if first.participants is not None and later.participants is not None:
+        whole["participants"] = torch.cat([first.participants, later.participants])
+    for name in ("rounds", "exchanges", "bytes_down", "bytes_up"):
+        whole[name] = getattr(first, name) + getattr(later, name)
+    seconds = sum(float(h.provenance.get("seconds", 0.0)) for h in (first, later))
+    return replace(later, **whole, provenance={**later.provenance, "seconds": seconds})
+
+
+def _counts(history: History) -> dict[str, list[int]]:
+    return {split: counts.tolist() for split, counts in history.samples.items()}
 
 
 def are_ids(table: Tensor, clients: int) -> bool:
@@ -254,8 +404,10 @@ def history_from_tables(
     observed: Tensor,
     samples: Mapping[str, Tensor],
     classifies: bool,
+    metric: Metric,
     diverged_at: int | None,
     provenance: Mapping[str, Any],
+    stopped: str | None = None,
 ) -> History:
     """The History of a run that has just ended, or of one that was stored."""
 
@@ -285,4 +437,7 @@ def history_from_tables(
         diverged_at=diverged_at,
         provenance=provenance,
         classifies=classifies,
+        stopped=stopped,
+        metric=metric,
+        own_score=group("score"),
     )

@@ -8,13 +8,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fairvar.data.federation import IGNORED
 from fairvar.errors import BadInput, cause, unknown
+from fairvar.scores import ACCURACY, LOSS, OF_LABELS, OF_NUMBERS, Metric, metric_of
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(outputs, targets, reduction="none")
+    """−log softmax of the right class. For sequences, outputs (b, …, classes) and targets (b, …):
+    the mean over the positions that have a target."""
+    if targets.dim() == 1:
+        return functional.cross_entropy(outputs, targets, reduction="none")
+    real = targets != IGNORED
+    at = torch.where(real, targets, 0).unsqueeze(-1)
+    found = -functional.log_softmax(outputs, -1).gather(-1, at).squeeze(-1)
+    total = torch.where(real, found, 0.0).flatten(1).sum(1)
+    return total / real.flatten(1).sum(1).clamp(min=1)
 
 
 def half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -42,7 +52,7 @@ def resolve_loss(loss: str | LossFunction) -> LossFunction:
 def check_loss(loss: LossFunction, outputs: Tensor, targets: Tensor, classes: int | None) -> None:
     """Refuse a loss that does not fit the model's outputs and the data, before any training."""
     if loss is cross_entropy and classes is None:
-        raise BadInput(_not_labels(targets))
+        raise BadInput('loss = "cross_entropy" needs integer labels; for float targets use "mse"')
     if loss is half_squared_error and (
         not targets.is_floating_point() or outputs.numel() != targets.numel()
     ):
@@ -50,8 +60,14 @@ def check_loss(loss: LossFunction, outputs: Tensor, targets: Tensor, classes: in
             f'loss = "mse" needs float targets shaped like the outputs {tuple(outputs.shape)}; '
             f"got {targets.dtype} of shape {tuple(targets.shape)}"
         )
-    if classes is not None:
+    if classes is not None and targets.dim() == 1:
         _check_prediction(loss, outputs, classes)
+    elif loss is cross_entropy and not has_answers(outputs, targets, classes):
+        raise BadInput(
+            f"targets of shape {tuple(targets.shape[1:])} are labels of positions, so the model "
+            f"must have outputs of shape {(*targets.shape[1:], classes)}, classes last, not "
+            f"{tuple(outputs.shape[1:])}"
+        )
     shapes = f"outputs of shape {tuple(outputs.shape)}, targets of shape {tuple(targets.shape)}"
     try:
         values = loss(outputs, targets)
@@ -67,14 +83,30 @@ def check_loss(loss: LossFunction, outputs: Tensor, targets: Tensor, classes: in
         raise BadInput("the loss of the initial model is not finite; check the data and the model")
 
 
-def _not_labels(targets: Tensor) -> str:
-    if targets.is_floating_point():
-        return 'loss = "cross_entropy" needs integer labels; for float targets use "mse"'
-    shape = tuple(targets.shape[1:])
-    return (
-        f'loss = "cross_entropy" needs one label per sample, but targets have shape {shape}; give '
-        "a loss function with one value per sample, such as the mean over the positions"
-    )
+def choose_metric(given: object, loss: str | LossFunction, classes: int | None) -> Metric:
+    """The metric that was asked for, if it fits the task; by default the accuracy of labels, or the
+    loss where there are none."""
+    if given is None:
+        return LOSS if classes is None else ACCURACY
+    metric = metric_of(given)
+    if metric.name in OF_LABELS and classes is None:
+        raise BadInput(f'metric = "{metric.name}" needs one label per sample; for other targets '
+                       'use "loss", "rmse", "r2" or a Metric of your own')  # fmt: skip
+    if metric.name in OF_NUMBERS and classes is not None:
+        raise BadInput(f'metric = "{metric.name}" needs float targets; for labels use "accuracy", '
+                       '"balanced_accuracy", "auc", "f1" or "loss"')  # fmt: skip
+    if metric.name == "perplexity" and resolve_loss(loss) is half_squared_error:
+        raise BadInput('metric = "perplexity" is exp(loss) of a loss such as "cross_entropy"; for '
+                       '"mse" use "rmse" or "loss"')  # fmt: skip
+    return metric
+
+
+def has_answers(outputs: Tensor, targets: Tensor, classes: int | None) -> bool:
+    """Whether the largest outputs answer with a class for every label, so that accuracies can be
+    counted. (Labels of positions may be for a loss whose outputs are something else.)"""
+    if classes is None or targets.dim() == 1:
+        return classes is not None
+    return outputs.shape[:-1] == targets.shape and outputs.shape[-1] >= classes
 
 
 def _check_prediction(loss: LossFunction, outputs: Tensor, classes: int) -> None:

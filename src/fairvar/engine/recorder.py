@@ -25,10 +25,11 @@ from fairvar.engine.run import Run
 from fairvar.engine.settings import EvaluateSettings
 from fairvar.engine.state import GOING, DoesNotFit, Outcome, State
 from fairvar.methods.base import Method
+from fairvar.scores import ACCURACY, LOSS, Metric
 from fairvar.tree import is_finite, size
 
 PER_ROUND = ("loss", "weights", "ascended", "participants")
-SCORES = ("accuracy/", "evaluated_loss/")  # then the split and the model
+SCORES = ("accuracy/", "evaluated_loss/", "score/")  # then the split and the model
 
 
 class Checkpoint(NamedTuple):
@@ -147,6 +148,8 @@ class Recorder:
             scores = [e.scores[split, model] for e in seen]
             found[f"accuracy/{split}/{model}"] = torch.stack([s.accuracy for s in scores]).cpu()
             found[f"evaluated_loss/{split}/{model}"] = torch.stack([s.loss for s in scores]).cpu()
+            if self.run.task.metric not in (ACCURACY, LOSS):
+                found[f"score/{split}/{model}"] = torch.stack([s.score for s in scores]).cpu()
         return found
 
     def _counters(self, r: int, done: int) -> Tensor:
@@ -185,6 +188,7 @@ class Recorder:
             observed=observed,
             samples=samples,
             classifies=self.run.task.classifies,
+            metric=self.run.task.metric,
             diverged_at=None if diverged_at == GOING else diverged_at,
             provenance=provenance,
         )
@@ -227,7 +231,11 @@ def scored_keys(splits: Sequence[str], when: EvaluateSettings, method: Method) -
 
 
 def check_tables(
-    start: Checkpoint, who: Participation, scored: Sequence[Key], every_round: bool = True
+    start: Checkpoint,
+    who: Participation,
+    scored: Sequence[Key],
+    metric: Metric,
+    every_round: bool = True,
 ) -> None:
     """Whether the tables of a checkpoint are what a run would have written that scores these splits
     and models. They come from files."""
@@ -236,7 +244,8 @@ def check_tables(
         return
     rows, seen = (len(tables[n]) if n in tables and tables[n].ndim else -1
                   for n in ("loss", "evaluated"))  # fmt: skip
-    keys = [f"{what}{split}/{model}" for what in SCORES for split, model in scored if seen > 0]
+    kinds = SCORES[:2] if metric in (ACCURACY, LOSS) else SCORES
+    keys = [f"{what}{split}/{model}" for what in kinds for split, model in scored if seen > 0]
     wanted = {
         "loss": (rows, who.number),
         "weights": (rows, who.number),

@@ -61,8 +61,8 @@ class Run:
 
     @property
     def samples(self) -> dict[str, Tensor]:
-        """Of each client, by split."""
-        return {name: split.counts for name, split in self.federation.splits.items()}
+        """Answers of each client, by split: its samples, or the positions of its sequences."""
+        return {name: split.answers.cpu() for name, split in self.federation.splits.items()}
 
     @property
     def cohort(self) -> Cohort:
@@ -114,7 +114,7 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        return self.federation.train.x.device
+        return self.federation.train.device
 
     @property
     def few_shapes(self) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from math import cos, pi
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from fairvar.engine.optimiser import PLAIN, ServerOptimiser
 from fairvar.errors import BadInput, shown
 from fairvar.methods.base import Method
+from fairvar.scores import metric_of
 from fairvar.validation import Checked, Count, Fraction, NonNegative, Positive, Share
 
 Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]
@@ -107,6 +108,15 @@ class EvaluateSettings(Checked, frozen=True, kw_only=True):
     every: Count = 10
     splits: tuple[Literal["train", "valid", "test"], ...] = ("valid", "test")
     local: bool = True  # evaluate local models as well as the global one
+    # Of each client: a name, "package.module:metric" or, in Python, a Metric. None: the accuracy of
+    # labels, the loss where there are none.
+    metric: Any = None
+
+    def check(self) -> None:
+        if isinstance(self.metric, str) and ":" in self.metric:
+            return  # imported where it is used: reports read stored runs without it
+        if self.metric is not None:
+            metric_of(self.metric)
 
 
 def kind_of(settings: TrainSettings, method: Method, *rest: object) -> tuple[object, ...]:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int64
+from safetensors.torch import save
 from torch import Tensor
 
+from fairvar import display
 from fairvar.engine.optimiser import PLAIN, ServerOptimiser
 from fairvar.errors import BadInput
+from fairvar.files import pack_files, write_bytes
 from fairvar.methods.base import Memory, Method
-from fairvar.tree import Tree, add, expand, scale, subtract, zeros_like
+from fairvar.tree import Tree, add, expand, scale, size, subtract, zeros_like
+
+GROUPS = ("params", "buffers", "memory", "mean_gradient", "iterate", "personal", "moments")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class State:
     """Tensors only, so that a state can be saved, sent and compared bit by bit."""
 
@@ -30,7 +36,42 @@ class State:
     # v_i: parameters and buffers of every client's personal model, the client as first axis.
     personal: Tree | None = None
     moments: Tree | None = None  # of the server's optimiser
-    made_by: str = ""  # the method's label; not stored
+    made_by: str = ""  # the method's label; not stored with a run
+
+    def __repr__(self) -> str:
+        by = f" of {self.made_by}" if self.made_by else ""
+        return f"<State after {self.round} rounds{by}: {size(self.params):,} parameters>"
+
+    def _repr_html_(self) -> str:
+        trees = {group: getattr(self, group) or {} for group in GROUPS}
+        rows = [(g, len(tree), size(tree)) for g, tree in trees.items() if tree]
+        return display.card(repr(self)[1:-1], display.table(("part", "tensors", "numbers"), rows))
+
+    def save(self, path: str | Path) -> None:
+        """Write one file, from which `fairvar.load` makes this state again."""
+        content = save(self.flat(), {"made_by": self.made_by})
+        write_bytes(Path(path), pack_files({"state.safetensors": content}))
+
+    def flat(self) -> Tree:
+        """All tensors on the CPU by one name each; `from_flat` reverses it."""
+        flat: Tree = {"round": torch.tensor(self.round), "mean_loss": self.mean_loss}
+        for group in GROUPS:
+            for name, leaf in (getattr(self, group) or {}).items():
+                flat[f"{group}/{name}"] = leaf
+        return {name: leaf.detach().cpu().contiguous() for name, leaf in flat.items()}
+
+    @staticmethod
+    def from_flat(flat: Tree, made_by: str = "") -> State:
+        groups: dict[str, Tree] = {group: {} for group in GROUPS}
+        for name, leaf in flat.items():
+            group, _, rest = name.partition("/")
+            if group in groups:
+                groups[group][rest] = leaf
+        found: dict[str, Any] = {
+            group: tree if tree or group in ("params", "buffers", "memory") else None
+            for group, tree in groups.items()
+        }
+        return State(int(flat["round"]), mean_loss=flat["mean_loss"], made_by=made_by, **found)
 
     def to(self, device: torch.device | str) -> State:
         return self.map(lambda leaf: leaf.to(device))
@@ -41,8 +82,7 @@ class State:
 
     def tensors(self) -> list[Tensor]:
         """All tensors, in a fixed order."""
-        trees = (self.params, self.buffers, self.memory, self.mean_gradient, self.iterate,
-                 self.personal, self.moments)  # fmt: skip
+        trees: list[Tree | None] = [getattr(self, group) for group in GROUPS]
         return [self.mean_loss, *(tree[name] for tree in trees if tree for name in sorted(tree))]
 
     @property

@@ -10,19 +10,28 @@ import torch
 from torch import Tensor, nn
 
 from fairvar.data.federation import Federation
-from fairvar.engine.losses import LossFunction, check_loss, resolve_loss
+from fairvar.engine.batches import Batch
+from fairvar.engine.losses import (
+    LossFunction,
+    check_loss,
+    choose_metric,
+    has_answers,
+    resolve_loss,
+)
 from fairvar.engine.settings import TrainSettings
 from fairvar.errors import BadInput, cause
 from fairvar.models import Problem, build
 from fairvar.models.check import Findings, examine, tells_all
-from fairvar.models.norm import call, swap_batch_norm
+from fairvar.models.norm import apply, call, dropout_layers, swap_batch_norm, swap_dropout
 from fairvar.models.plain import plain_layers, swap_convolutions
-from fairvar.tree import Tree
+from fairvar.scores import ACCURACY, Metric
+from fairvar.tree import Inputs, Tree, input_parts, map_inputs
 
 
 @dataclass(frozen=True)
 class Task:
-    """`original` is the user's module (a copy); the others have batch norm in plain operations."""
+    """`original` is the user's module (a copy, with dropout by hash); the others have batch norm in
+    plain operations."""
 
     original: nn.Module
     training: nn.Module
@@ -31,12 +40,14 @@ class Task:
     params: Tree  # initial trainable parameters
     buffers: Tree  # initial buffers
     batch_norm: bool
+    dropout: bool  # it has dropout
     classifies: bool
     loop_only: tuple[str, ...]  # why the module cannot be vectorised; empty if it can
     half: bool = False  # training passes in bfloat16 (parameters and losses stay as they are)
     reverse_over_forward: bool = True  # gives the right second derivatives
     moving_buffers: bool = False  # a training pass changes buffers that are not batch norm's
     activations: int = 1  # floats that one sample leaves in the outputs of the model's layers
+    metric: Metric = ACCURACY  # by which clients are scored
 
     @cached_property
     def apart(self) -> Task:
@@ -82,36 +93,35 @@ class Task:
         """Equal for models that differ in the values of their parameters only."""
         module = self.original
         shapes = tuple((k, v.shape, v.dtype) for k, v in self.params.items())
-        return repr(module) if tells_all(module) else id(module), shapes, self.loss
+        known = repr(module) if tells_all(module) else id(module)
+        return known, shapes, self.loss, self.metric
 
-    def sample_losses(
-        self, params: Tree, buffers: Tree, x: Tensor, y: Tensor, real: Tensor | None
-    ) -> tuple[Tensor, Tree]:
+    def sample_losses(self, params: Tree, buffers: Tree, batch: Batch) -> tuple[Tensor, Tree]:
         """Training mode: the loss of every sample and the buffers after this batch."""
+        x, y, real, keys = batch
+        assert self.dropout == (keys is not None)
         if not self.half:
-            outputs, buffers = call(self.training, params, buffers, x, real)
+            outputs, buffers = call(self.training, params, buffers, x, real, keys)
             return self.loss(outputs, y), buffers
-        with torch.autocast(x.device.type, torch.bfloat16, cache_enabled=False):
-            outputs, buffers = call(self.training, params, buffers, x, real)
-        return self.loss(outputs.to(x.dtype), y), buffers
+        with torch.autocast(y.device.type, torch.bfloat16, cache_enabled=False):
+            outputs, buffers = call(self.training, params, buffers, x, real, keys)
+        return self.loss(outputs.to(next(iter(params.values())).dtype), y), buffers
 
-    def client_loss(
-        self, params: Tree, buffers: Tree, x: Tensor, y: Tensor, real: Tensor | None
-    ) -> tuple[Tensor, Tree]:
+    def client_loss(self, params: Tree, buffers: Tree, batch: Batch) -> tuple[Tensor, Tree]:
         """f_i on one batch, padded if `real` says so, and the buffers after it."""
-        losses, buffers = self.sample_losses(params, buffers, x, y, real)
-        if real is None:
+        losses, buffers = self.sample_losses(params, buffers, batch)
+        if batch.real is None:
             return losses.mean(), buffers
-        weight = real.to(losses.dtype)
+        weight = batch.real.to(losses.dtype)
         return (losses * weight).sum() / weight.sum(), buffers
 
-    def predict(self, params: Tree, buffers: Tree, x: Tensor) -> Tensor:
+    def predict(self, params: Tree, buffers: Tree, x: Inputs) -> Tensor:
         """Evaluation mode."""
         if not self.loop_only:
             return call(self.evaluating, params, buffers, x)[0]
         module = copy.deepcopy(self.evaluating)  # it may be none that torch.func takes
         module.load_state_dict({**params, **buffers}, strict=False)
-        outputs: Tensor = module(x)
+        outputs: Tensor = apply(module, x)
         return outputs
 
 
@@ -134,18 +144,19 @@ def products_pay(task: Task) -> bool:
 _FOUND: dict[object, Findings] = {}
 
 
-def _examined(module: nn.Module, sample: Tensor, curvature: bool) -> Findings:
+def _examined(module: nn.Module, sample: Inputs, curvature: bool) -> Findings:
     """Once for each kind of model: a sweep prepares the same one again and again."""
     if not tells_all(module):
         return examine(module, sample, curvature=curvature)
     trained = tuple(p.requires_grad for p in module.parameters())
-    key = (repr(module), trained, sample.shape, sample.dtype, sample.device, curvature)
+    outline = str(map_inputs(lambda part: (part.shape, part.dtype, part.device), sample))
+    key = (repr(module), trained, outline, curvature)
     if key not in _FOUND:
         _FOUND[key] = examine(module, sample, curvature=curvature)
     return _FOUND[key]
 
 
-def _examined_alone(module: nn.Module, sample: Tensor, curvature: bool) -> Findings:
+def _examined_alone(module: nn.Module, sample: Inputs, curvature: bool) -> Findings:
     """Quicker, and then the model must never be given several clients at once."""
     found = examine(module, sample, together=False, curvature=curvature)
     untried = Problem("was not tried on several clients at once", fatal=False)
@@ -159,13 +170,13 @@ def make_task(
     settings: TrainSettings,
     curvature: bool = False,
     alone: bool = False,
+    metric: object = None,
 ) -> Task:
     """Build or copy the model, move it to the data's device, and check that it fits; `curvature`:
     also that it can be differentiated twice; `alone`: for one client, never for several at once."""
     function = resolve_loss(loss)
-    x, y = federation.train.x, federation.train.y
-    original = _placed(model, federation, settings)
-    sample = x[: min(len(x), 4)]
+    original = swap_dropout(_placed(model, federation, settings))
+    sample, targets = federation.train.take(slice(0, 4))
     found = (_examined_alone if alone else _examined)(original, sample, curvature)
     fatal = [p for p in found.problems if p.fatal]
     if fatal:
@@ -182,6 +193,7 @@ def make_task(
         params=params,
         buffers=buffers,
         batch_norm=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in original.modules()),
+        dropout=bool(dropout_layers(original)),
         classifies=federation.classes is not None,
         loop_only=tuple(p for p in found.problems if not p.fatal),
         reverse_over_forward=found.reverse_over_forward,
@@ -189,9 +201,15 @@ def make_task(
     )
     with torch.no_grad():
         outputs = task.predict(params, buffers, sample)
-        check_loss(function, outputs, y[: len(sample)], federation.classes)
+        check_loss(function, outputs, targets, federation.classes)
+        classifies = has_answers(outputs, targets, federation.classes)
+        scored_by = choose_metric(metric, loss, federation.classes if classifies else None)
+        if scored_by.function is not None and not alone:
+            scored_by(outputs, targets)
         return replace(
             task,
+            classifies=classifies,
+            metric=scored_by,
             moving_buffers=_moves_buffers(task, sample),
             activations=_activation_floats(task, sample),
         )
@@ -199,18 +217,20 @@ def make_task(
 
 def _placed(model: nn.Module | str, federation: Federation, settings: TrainSettings) -> nn.Module:
     """A copy of the model where the data are, in the precision that was asked for."""
+    if isinstance(model, str) and not isinstance(federation.train.x, Tensor):
+        raise BadInput(f"model {model!r} takes one input, but samples have several; give a module")
     if isinstance(model, str):
         model = build(model, federation.input_shape, federation.classes or 1, settings.seed)
     if not isinstance(model, nn.Module):
         raise BadInput(f"model must be an nn.Module or a name, not {type(model).__name__}")
-    device, dtype = federation.train.x.device, getattr(torch, settings.dtype)
+    device, dtype = federation.train.device, getattr(torch, settings.dtype)
     try:
         return copy.deepcopy(model).to(device, dtype).train()
     except Exception as error:
         raise BadInput(f"the model cannot be copied to {device}: {cause(error)}") from error
 
 
-def _moves_buffers(task: Task, sample: Tensor) -> bool:
+def _moves_buffers(task: Task, sample: Inputs) -> bool:
     """Whether a training pass gives some buffer a new value, without batch norm."""
     if task.batch_norm or task.loop_only or not task.buffers:
         return False
@@ -218,7 +238,7 @@ def _moves_buffers(task: Task, sample: Tensor) -> bool:
     return any(after[name] is not value for name, value in task.buffers.items())
 
 
-def _activation_floats(task: Task, x: Tensor) -> int:
+def _activation_floats(task: Task, x: Inputs) -> int:
     """Floats that one sample leaves in the outputs of the model's layers, by one forward pass."""
     module, total = task.evaluating, 0
 
@@ -231,8 +251,8 @@ def _activation_floats(task: Task, x: Tensor) -> int:
     handles = [leaf.register_forward_hook(count) for leaf in leaves]
     try:
         with torch.no_grad():
-            task.predict(task.params, task.buffers, x[:1])
+            task.predict(task.params, task.buffers, map_inputs(lambda part: part[:1], x))
     finally:
         for handle in handles:
             handle.remove()
-    return max(total, x[:1].numel())
+    return max(total, sum(part[:1].numel() for part in input_parts(x).values()))

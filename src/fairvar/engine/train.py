@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -16,6 +16,13 @@ from torch import nn
 from fairvar._version import __version__
 from fairvar.data.federation import Federation
 from fairvar.engine.batches import Participation, Schedule
+from fairvar.engine.callbacks import (
+    Callback,
+    OnProgress,
+    ProgressBar,
+    Training,
+    check_callbacks,
+)
 from fairvar.engine.cuda_graphs import LATER, RECORDINGS, acts_alike
 from fairvar.engine.history import History
 from fairvar.engine.kernels.compiled import repays
@@ -51,8 +58,11 @@ from fairvar.engine.trainer import Keep, Runs, train_rounds
 from fairvar.engine.trainer import Progress as Progress
 from fairvar.errors import LONGEST, BadInput, one_line, shown
 from fairvar.methods.base import Method
+from fairvar.scores import Metric
+from fairvar.tree import one_input
 
 DEFAULT = EvaluateSettings()
+_LOOKED_AT: WeakSet[Federation] = WeakSet()  # federations whose scale was looked at
 
 
 def train(
@@ -75,6 +85,7 @@ def train(
     evaluate_every: int = 10,
     evaluate_splits: tuple[str, ...] = ("valid", "test"),
     evaluate_local: bool = True,
+    metric: str | Metric | None = None,
     clip_norm: float | None = None,
     weight_decay: float = 0.0,
     momentum: float = 0.0,
@@ -85,8 +96,9 @@ def train(
     precision: str = "full",
     capture: bool | None = None,
     compile: bool | Literal["auto"] = "auto",
-    state: State | None = None,
+    state: State | History | None = None,
     progress: bool | Progress = False,
+    callbacks: Sequence[Callback] = (),
 ) -> History:
     """Train `model` on `federation` with `method`; by default all clients take part.
 
@@ -103,6 +115,9 @@ def train(
     With labels the model has one output per class, and the largest is its prediction.
     engine: "auto" picks the linear, pooled, blocked or vmapped path; "reference" is a plain loop.
     evaluate_every: evaluate all clients after every so many rounds, and after the last.
+    metric: by which clients are scored: "accuracy" (of labels, the default), "balanced_accuracy",
+    "auc", "f1", "rmse", "r2", "loss" (the default of other targets), "perplexity", or a function of
+    one client's outputs and targets: Metric(function, higher_is_better=True).
     clip_norm: cut each client's direction to this norm (off by default); as in torch, before weight
     decay and momentum (and before the proximal term of FedProx) are added.
     weight_decay, momentum: those of `torch.optim.SGD` in local steps. Momentum starts from zero in
@@ -116,8 +131,10 @@ def train(
     capture: record a round once and repeat it; by default on CUDA, where launching costs most.
     compile: compile the local steps, which takes minutes; "auto" does so on CUDA for models with
     depthwise convolutions where several local steps of all rounds save more than that.
-    state: continue from here (`history.state` of an earlier call with the same method).
+    state: continue from here: an earlier history with the same method, or its `state`.
     progress: True shows a bar on stderr; a function is called with (rounds done, rounds in all).
+    callbacks: objects of `fairvar.Callback`, such as EarlyStopping(), which see every round and may
+    stop the run; they do not change its numbers.
 
     A run whose losses stop being finite ends there: with a warning, and `history.diverged_at`.
     """
@@ -157,37 +174,34 @@ def train(
         every=evaluate_every,
         splits=evaluate_splits,  # type: ignore[arg-type]
         local=evaluate_local,
+        metric=metric,
     )
     start = None if state is None else _checked_start(state, rounds)
-    with _shown(progress, method.label) as report:
-        history = run_rounds(model, federation, method, loss, settings, when, start, report)
+    if federation not in _LOOKED_AT:  # once for each federation
+        _LOOKED_AT.add(federation)
+        if problem := federation.scale_problem:
+            warnings.warn(problem, stacklevel=2)
+    watching = check_callbacks(callbacks)
+    if progress is True:
+        watching.append(ProgressBar())
+    shown_by = progress if callable(progress) else None
+    history = run_rounds(model, federation, method, loss, settings, when, start, shown_by,
+                         callbacks=watching)  # fmt: skip
     if history.divergence is not None:
         warnings.warn(history.divergence, RuntimeWarning, stacklevel=2)
     return history
 
 
 def _checked_start(state: object, rounds: int) -> Checkpoint:
+    state = state.state if isinstance(state, History) else state
     if not isinstance(state, State):
-        raise BadInput(
-            f"state must be the `state` of an earlier history, not {type(state).__name__}"
-        )
+        raise BadInput(f"state must be an earlier history or its state, not {type(state).__name__}")
     if state.round >= rounds:
         raise BadInput(
             f"rounds = {rounds}, but the state has {state.round} rounds behind it, which count: "
             f"give rounds = {state.round + rounds} to train {rounds} more"
         )
     return Checkpoint(state, None)
-
-
-@contextmanager
-def _shown(progress: bool | Progress | None, title: str) -> Iterator[Progress | None]:
-    if progress is True:
-        from fairvar.process import progress as bar  # rich takes a while to load
-
-        with bar(title) as report:
-            yield lambda done, total: report(done, total, "rounds")
-    else:
-        yield progress or None
 
 
 def run_rounds(
@@ -200,20 +214,28 @@ def run_rounds(
     start: Checkpoint | None = None,
     progress: Progress | None = None,
     keep: Keep | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> History:
     """`train` with its numbers already checked; continues from `start`, the same bit by bit.
 
-    After every round `keep` may ask for a list of one checkpoint. `progress` may raise to stop.
+    After every round `keep` may ask for a list of one checkpoint.
     """
     started = time.perf_counter()
-    prepared = prepare(model, federation, method, loss, settings)
+    prepared = prepare(model, federation, method, loss, settings, metric=when.metric)
     run = prepared.run
+    watching = [*callbacks, *([] if progress is None else [OnProgress(progress)])]
+
+    def history() -> History:
+        (made,) = runs.checkpoints()
+        origin = provenance(prepared, settings, time.perf_counter() - started)
+        return runs.recorder.history(made, 0, run.samples, origin)
+
     with arithmetic(settings.precision, run.device, run.few_shapes):
         runs = prepared.runs(settings.rounds, when, start)
-        train_rounds([runs], settings.rounds, when.every, progress, keep)
-        (made,) = runs.checkpoints()
-    origin = provenance(prepared, settings, time.perf_counter() - started)
-    return runs.recorder.history(made, 0, run.samples, origin)
+        training = Training(runs, settings.rounds, history)
+        with training.watched(watching) as after_round:
+            train_rounds([runs], settings.rounds, when.every, after_round, keep)
+        return replace(history(), stopped=training.stopped)
 
 
 @dataclass
@@ -248,7 +270,8 @@ class Prepared:
         splits = tuple(s for s in when.splits if s in run.federation.splits)
         if start is not None:
             state = check_fits(start.state, fresh, rounds)
-            check_tables(start, run.participation, scored_keys(splits, when, run.method))
+            scored = scored_keys(splits, when, run.method)
+            check_tables(start, run.participation, scored, run.task.metric)
             start = start._replace(state=state.to(run.device))
         kernel = self.kernel
         found = Runs(kernel, [start or Checkpoint(fresh, None)], splits, when.local)
@@ -264,11 +287,12 @@ def prepare(
     loss: str | LossFunction,
     settings: TrainSettings,
     alone: bool = False,
+    metric: object = None,
 ) -> Prepared:
     """All that happens once. For those who drive the rounds themselves, such as the benchmark.
     `alone`: on the reference loop, for one client or none."""
     data = on_device(federation, _device(settings.device), getattr(torch, settings.dtype))
-    task = make_task(model, data, loss, settings, method.uses_curvature, alone)
+    task = make_task(model, data, loss, settings, method.uses_curvature, alone, metric)
     run = _make_run(task, data, method, settings)
     path = choose_path(replace(run, method=method.shared), settings.engine)
     if path in ("pooled", "blocked", "vmapped") and wants_compiling(settings, run):
@@ -365,7 +389,7 @@ def choose_path(run: Run, engine: str) -> str:
         return "linear"
     if not found:
         return "pooled"
-    x, lengths = run.federation.train.x, run.participation.largest(run.schedule.lengths)
+    x, lengths = one_input(run.federation.train.x), run.participation.largest(run.schedule.lengths)
     fits = blockable and fits_blocked(task, x, lengths, run.block)
     return "blocked" if fits else "vmapped"
 
@@ -380,6 +404,7 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
         settings.seed,
         task.batch_norm,
         settings.drop_last,
+        task.dropout,
     )
     if method.only_one_step and not schedule.one_step:
         raise BadInput(f"{method.label} in this form takes one local step; set local_steps = 1")
@@ -387,7 +412,7 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
     who = Participation.build(
         data.clients, settings.seed, settings.participation, settings.participants
     )
-    x = data.train.x
+    x = one_input(data.train.x)
     fitting = settings.chunk or chunk_for_memory(task, x, schedule.width, method.uses_curvature)
     return Run(
         task=task,
@@ -416,7 +441,9 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
 def provenance(prepared: Prepared, settings: TrainSettings, seconds: float) -> dict[str, object]:
     """Where a result comes from."""
     run, on_gpu = prepared.run, prepared.run.device.type == "cuda"
+    names = list(run.federation.client_names)
     return {
+        **({"client_names": names} if names else {}),
         "fairvar": __version__,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(run.device) if on_gpu else str(run.device),

@@ -9,7 +9,7 @@ One round t of the runs that a kernel carries:
     if the round is evaluated:
         kernel.scores(state)                          the new global (and personal) models
         recorder.write_evaluation(…, seen)            with what the round showed of local models
-    keep(checkpoints), progress(t + 1, rounds)        as the caller wishes
+    keep(checkpoints), progress(t + 1, rounds)        as the caller wishes; STOP ends the run here
 
 In states, outcomes and tables the run is the first axis. Rows never mix, so a run that diverges
 does not disturb the others; its later rows are left out of its tables.
@@ -30,7 +30,8 @@ from fairvar.engine.kernels import Kernel, Splits
 from fairvar.engine.recorder import Checkpoint, Evaluation, Recorder
 from fairvar.engine.state import GOING, Outcome, State, settle, stack_states
 
-Progress = Callable[[int, int], None]  # (rounds done, rounds in all)
+Progress = Callable[[int, int], object]  # (rounds done, rounds in all), perhaps → STOP
+STOP = object()
 Keep = Callable[[int, Callable[[], list[Checkpoint]]], None]  # (rounds done, make checkpoints)
 
 
@@ -44,7 +45,7 @@ def train_rounds(
     """All rounds of all parts, which take turns; `every`: how many rounds make an evaluation.
 
     After every round `keep` may ask for checkpoints, in the order of the parts and their runs.
-    `progress` may raise to stop.
+    `progress` may return STOP to end the run here, as its last round would.
     """
     for t in range(max(part.first_round for part in parts), rounds):
         due = (t + 1) % every == 0 or t + 1 == rounds
@@ -55,8 +56,8 @@ def train_rounds(
             return  # all runs have diverged
         if keep is not None:
             keep(t + 1, lambda: [made for part in parts for made in part.checkpoints()])
-        if progress is not None:
-            progress(t + 1, rounds)
+        if progress is not None and progress(t + 1, rounds) is STOP:
+            return
 
 
 class Runs:

@@ -18,15 +18,18 @@ from torch.nn.parameter import is_lazy
 
 from fairvar.errors import BadInput, cause, shown
 from fairvar.models.norm import (
+    DROPOUT,
     SWAPPED,
     PlainBatchNorm,
+    apply,
     call,
     hessian_product,
     sample_weight_names,
     swap_batch_norm,
+    swap_dropout,
     twice_differentiable,
 )
-from fairvar.tree import Tree, scale, stack
+from fairvar.tree import Inputs, Tree, input_parts, map_inputs, one_input, scale, stack
 
 FEW = 4  # samples on which second derivatives are tried: they are costly
 SECOND = 100.0  # how much more second derivatives round
@@ -53,7 +56,7 @@ class Findings:
 
 def check_model(
     module: nn.Module,
-    inputs: Tensor | None = None,
+    inputs: Inputs | None = None,
     targets: Tensor | None = None,
     classes: int | None = None,
     *,
@@ -63,17 +66,22 @@ def check_model(
     """All reasons against this module; an empty list means that it is fine.
 
     Layers and parameters are examined; with sample `inputs` (b, …), on the module's device, the
-    module is also run: on a copy, with the random generators put back afterwards. Batch norm,
-    frozen parameters and tied weights are fine. `together=False` does not run several clients at
-    once: torch.func takes a second to load, which a node would spend on every message.
-    `curvature`: also try second derivatives, which FairGrad needs and no other method.
+    module is also run: on a copy, with the random generators put back afterwards. Several inputs
+    are a tuple or dict. Batch norm, dropout, frozen parameters and tied weights are fine.
+    `together=False` does not run several clients at once: torch.func takes a second to load, which
+    a node would spend on every message. `curvature`: also try second derivatives, which FairGrad
+    needs and no other method.
     """
     if not isinstance(module, nn.Module):
         raise BadInput(f"module must be an nn.Module, not {type(module).__name__}")
-    for name, value in (("inputs", inputs), ("targets", targets)):
+    several = inputs is not None and isinstance(inputs, tuple | dict) and len(inputs)
+    parts: dict[str, Any] = {"inputs": inputs}
+    if several and inputs is not None:
+        parts = {name.replace("x", "inputs", 1): v for name, v in input_parts(inputs).items()}
+    for name, value in {**parts, "targets": targets}.items():
         if value is not None and not isinstance(value, Tensor):
             raise BadInput(f"{name} must be a tensor, not {type(value).__name__}; use torch.tensor")
-    if inputs is not None and (inputs.dim() == 0 or len(inputs) == 0):
+    if inputs is not None and any(v.dim() == 0 or len(v) == 0 for v in parts.values()):
         raise BadInput("inputs must be a batch of at least one sample: a tensor of shape (b, …)")
     if classes is not None and (not isinstance(classes, int) or classes < 1):
         raise BadInput(f"classes = {shown(classes)}: give the number of classes, 1 or more")
@@ -85,7 +93,7 @@ def check_model(
 
 def examine(
     module: nn.Module,
-    inputs: Tensor | None,
+    inputs: Inputs | None,
     targets: Tensor | None = None,
     classes: int | None = None,
     together: bool = True,
@@ -95,7 +103,8 @@ def examine(
     found = Findings([*_parameter_problems(module), *_layer_problems(module)])
     if inputs is None or any(is_lazy(p) for p in module.parameters()):
         return found
-    devices = [inputs.device] if inputs.is_cuda else []
+    module, device = swap_dropout(module), one_input(inputs).device
+    devices = [device] if device.type == "cuda" else []
     with warnings.catch_warnings(), torch.random.fork_rng(devices=devices):
         warnings.simplefilter("ignore")  # vmap warns of operations that it runs slowly
         wrong = list(_pass_problems(module, inputs, targets, classes))
@@ -134,11 +143,12 @@ def _layer_problems(module: nn.Module) -> Iterator[Problem]:
 
 def _reasons(layer: nn.Module) -> Iterator[str]:
     """Each with its fix."""
-    share = getattr(layer, "p" if isinstance(layer, _DropoutNd) else "dropout", 0)
     hooks = {type(hook).__name__ for hook in layer._forward_pre_hooks.values()}
     one = "but two passes over a batch must see one function"
-    if isinstance(share, float | int) and share > 0:
-        yield f"drops at random, {one}: set it to 0"
+    if isinstance(layer, _DropoutNd) and type(layer) not in DROPOUT and layer.p > 0:
+        yield f"drops at random, {one}: use nn.Dropout, or set it to 0"
+    if isinstance(layer, nn.MultiheadAttention | nn.RNNBase) and layer.dropout > 0:
+        yield f"drops at random inside, {one}: set it to 0 and use nn.Dropout layers"
     if isinstance(layer, nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
         yield f"is random, {one}: use LeakyReLU or MaxPool instead"
     if isinstance(layer, nn.RNNBase):
@@ -162,33 +172,35 @@ def _reasons(layer: nn.Module) -> Iterator[str]:
 
 
 def _pass_problems(
-    module: nn.Module, inputs: Tensor, targets: Tensor | None, classes: int | None
+    module: nn.Module, inputs: Inputs, targets: Tensor | None, classes: int | None
 ) -> Iterator[Problem]:
     """As torch alone runs it: in training and evaluation mode, twice, and on a single sample."""
-    shape = tuple(inputs.shape)
+    b, shape, first = len(one_input(inputs)), _shapes(inputs), _some(inputs, slice(0, 1))
+    keys = torch.arange(b, device=one_input(inputs).device)
     try:
         with torch.no_grad():
             trial = copy.deepcopy(module).train()
             before = copy.deepcopy(trial.state_dict())
-            outputs = trial(inputs)
+            outputs = apply(trial, inputs, keys)
             trial.load_state_dict(before)
-            again = trial(inputs)
+            again = apply(trial, inputs, keys)
             evaluating = copy.deepcopy(module).eval()
-            evaluated = evaluating(inputs)
-            shape = tuple(inputs[:1].shape)
-            alone = evaluating(inputs[:1])
+            evaluated = apply(evaluating, inputs)
+            shape = _shapes(first)
+            alone = apply(evaluating, first)
     except Exception as error:
         yield Problem(f"fails on inputs of shape {shape}: {cause(error)}")
         return
     for given, samples, labels in (
-        (outputs, inputs, targets), (evaluated, inputs, targets), (alone, inputs[:1], None)
+        (outputs, b, targets), (evaluated, b, targets), (alone, 1, None)
     ):  # fmt: skip
         if found := list(_output_problems(given, samples, labels, classes)):
             yield from found
             return
     if not _close(again, outputs):
         yield Problem("gives other outputs in a second pass over the same batch: "
-                      "remove what is random or remembers earlier passes")  # fmt: skip
+                      "remove what is random or remembers earlier passes (for dropout use "
+                      "nn.Dropout layers)")  # fmt: skip
         return
     try:
         _slopes(copy.deepcopy(module).train(), inputs)
@@ -197,13 +209,13 @@ def _pass_problems(
 
 
 def _output_problems(
-    outputs: Any, inputs: Tensor, targets: Tensor | None, classes: int | None
+    outputs: Any, samples: int, targets: Tensor | None, classes: int | None
 ) -> Iterator[Problem]:
     if not isinstance(outputs, Tensor):
         yield Problem(f"returns a {type(outputs).__name__}: return one tensor of outputs")
         return
-    if outputs.dim() == 0 or outputs.shape[0] != inputs.shape[0]:
-        yield Problem(f"turns {inputs.shape[0]} inputs into outputs of shape "
+    if outputs.dim() == 0 or outputs.shape[0] != samples:
+        yield Problem(f"turns {samples} inputs into outputs of shape "
                       f"{tuple(outputs.shape)}: the first axis must stay the batch")  # fmt: skip
         return
     if not bool(torch.isfinite(outputs).all()):
@@ -217,16 +229,16 @@ def _output_problems(
             yield Problem(f"has {width} outputs, but a target is {highest}: widen its last layer")
 
 
-def _slopes(module: nn.Module, inputs: Tensor, twice: bool = False) -> tuple[Tensor, ...]:
+def _slopes(module: nn.Module, inputs: Inputs, twice: bool = False) -> tuple[Tensor, ...]:
     """Derivatives of Σ outputs² by autograd; `twice`: the Hessian times them."""
     leaves = [p for p in module.parameters() if p.requires_grad]
-    total = module(inputs).square().sum()
+    total = apply(module, inputs).square().sum()
     slopes = torch.autograd.grad(total, leaves, create_graph=twice, materialize_grads=True)
     return hessian_product(slopes, leaves, [s.detach() for s in slopes]) if twice else slopes
 
 
 def _try_engines(
-    found: Findings, module: nn.Module, inputs: Tensor, together: bool, curvature: bool
+    found: Findings, module: nn.Module, inputs: Inputs, together: bool, curvature: bool
 ) -> None:
     """What only shows when the module runs as the engines run it."""
     plain, inputs = _precise(copy.deepcopy(module).train(), inputs)
@@ -234,7 +246,7 @@ def _try_engines(
     if curvature:
         try:
             with twice_differentiable(plain):
-                products = _slopes(copy.deepcopy(plain), inputs[:FEW], twice=True)
+                products = _slopes(copy.deepcopy(plain), _few(inputs), twice=True)
             bent = torch.cat([leaf.flatten() for leaf in products])
         except Exception as error:
             found.problems.append(Problem("cannot be differentiated twice, which FairGrad needs "
@@ -253,7 +265,7 @@ def _try_engines(
         found.problems.append(Problem(text, fatal=False))
 
 
-def _changed_in_place(module: nn.Module, inputs: Tensor) -> list[str]:
+def _changed_in_place(module: nn.Module, inputs: Inputs) -> list[str]:
     """Parameters and buffers that a pass writes into. (New values by assignment are fine.)"""
     for trial in (copy.deepcopy(module), copy.deepcopy(module).eval()):
         given = {name: leaf.detach().clone() for name, leaf in trial.state_dict().items()}
@@ -265,20 +277,20 @@ def _changed_in_place(module: nn.Module, inputs: Tensor) -> list[str]:
     return []
 
 
-def _precise(module: nn.Module, inputs: Tensor) -> tuple[nn.Module, Tensor]:
-    """Both in float64 if that runs: deep nets round too much for a comparison in float32."""
-    if not inputs.is_floating_point():
-        return module, inputs
+def _precise(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
+    """Both in float64 if that runs: deep nets round too much for a comparison in float32. (Tokens
+    stay integers.)"""
+    wide = map_inputs(lambda part: part.double() if part.is_floating_point() else part, inputs)
     try:
         double = copy.deepcopy(module).double()
         with torch.no_grad():
-            copy.deepcopy(double)(inputs.double())
+            apply(copy.deepcopy(double), wide)
     except Exception:
         return module, inputs
-    return double, inputs.double()
+    return double, wide
 
 
-def _vmap_problems(module: nn.Module, inputs: Tensor, bent: Tensor | None) -> Iterator[Problem]:
+def _vmap_problems(module: nn.Module, inputs: Inputs, bent: Tensor | None) -> Iterator[Problem]:
     """Two clients at once against one by one; `bent` is what the second derivative should be."""
     which, why = "", ""
     try:
@@ -293,20 +305,21 @@ def _vmap_problems(module: nn.Module, inputs: Tensor, bent: Tensor | None) -> It
         yield Problem(f"{which}{what} under torch.func.vmap {LOOP}{why}", fatal=False)
 
 
-def _same_together(module: nn.Module, inputs: Tensor) -> bool:
+def _same_together(module: nn.Module, inputs: Inputs) -> bool:
     """Gradients and outputs of two clients: with one shared model, as in the first local step, and
     with parameters and buffers of their own, as later."""
     total, model, buffers = _functional(module)
     evaluating = copy.deepcopy(module).eval()
 
-    def once(own: Tree, statistics: Tree, x: Tensor) -> tuple[Tensor, Tensor]:
+    def once(own: Tree, statistics: Tree, x: Inputs) -> tuple[Tensor, Tensor]:
         frozen = {k: p for k, p in evaluating.named_parameters() if k not in own}
         with torch.no_grad():
             outputs = call(evaluating, {**own, **frozen}, statistics, x)[0]
         return _flat(grad(total)(own, statistics, x)), outputs
 
-    models, samples = [model, scale(model, 0.5)], [inputs, inputs.flip(0)]
-    x = torch.stack(samples)
+    models = [model, scale(model, 0.5)]
+    samples = [inputs, map_inputs(lambda part: part.flip(0), inputs)]
+    x = map_inputs(lambda part: torch.stack([part, part.flip(0)]), inputs)
     shared = vmap(once, in_dims=(None, None, 0))(model, buffers, x)
     apart = vmap(once)(stack(models), stack([buffers] * 2), x)
     for i in range(2):
@@ -317,11 +330,11 @@ def _same_together(module: nn.Module, inputs: Tensor) -> bool:
     return True
 
 
-def _bends_forward(module: nn.Module, inputs: Tensor, bent: Tensor) -> bool:
+def _bends_forward(module: nn.Module, inputs: Inputs, bent: Tensor) -> bool:
     """The Hessian product of two clients with models of their own: forward over reverse."""
     total, model, buffers = _functional(module)
 
-    def product(own: Tree, statistics: Tree, x: Tensor) -> Tensor:
+    def product(own: Tree, statistics: Tree, x: Inputs) -> Tensor:
         along = grad(total)(own, statistics, x)
         return _flat(jvp(lambda at: grad(total)(at, statistics, x), (own,), (along,))[1])
 
@@ -330,16 +343,16 @@ def _bends_forward(module: nn.Module, inputs: Tensor, bent: Tensor) -> bool:
     return _close(found[0], bent, SECOND)
 
 
-def _bends_in_reverse(module: nn.Module, inputs: Tensor, bent: Tensor) -> bool:
+def _bends_in_reverse(module: nn.Module, inputs: Inputs, bent: Tensor) -> bool:
     """The same of two clients with a shared model: reverse over forward, which torch gets wrong for
     layer norm (seen in 2.13)."""
     total, model, buffers = _functional(module)
     try:
         with twice_differentiable(module):
-            along = grad(total)(model, buffers, inputs[:FEW])
+            along = grad(total)(model, buffers, _few(inputs))
 
             def slope(at: Tree) -> Tensor:
-                def each(x: Tensor) -> Tensor:
+                def each(x: Inputs) -> Tensor:
                     return jvp(lambda p: total(p, buffers, x), (at,), (along,))[1]
 
                 return vmap(each)(_twice(inputs))[0]
@@ -356,24 +369,25 @@ def _functional(module: nn.Module) -> tuple[Callable[..., Tensor], Tree, Tree]:
     kept = module.state_dict()
     buffers = {name: b for name, b in module.named_buffers() if name in kept}
 
-    def total(own: Tree, statistics: Tree, x: Tensor) -> Tensor:
+    def total(own: Tree, statistics: Tree, x: Inputs) -> Tensor:
         return call(module, {**params, **own}, statistics, x)[0].square().sum()
 
     return total, trained, buffers
 
 
-def _mixing_problems(module: nn.Module, inputs: Tensor) -> Iterator[Problem]:
+def _mixing_problems(module: nn.Module, inputs: Inputs) -> Iterator[Problem]:
     """Does a last sample that is marked as padding change the others' outputs or the buffers?"""
-    if inputs.shape[0] < (3 if sample_weight_names(module) else 2):
+    b, others = len(one_input(inputs)), _some(inputs, slice(0, -1))
+    if b < (3 if sample_weight_names(module) else 2):
         return
     params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-    padded = torch.cat([inputs[:-1], torch.zeros_like(inputs[-1:])])
-    real = torch.ones(len(inputs), device=inputs.device)
+    padded = map_inputs(lambda part: torch.cat([part[:-1], torch.zeros_like(part[-1:])]), inputs)
+    real = torch.ones(b, device=one_input(inputs).device)
     real[-1] = 0
     try:
         with torch.no_grad():
             outputs, with_padding = call(module, params, buffers, padded, real)
-            alone, without = call(module, params, buffers, inputs[:-1])
+            alone, without = call(module, params, buffers, others)
         mixed = not _close(outputs[:-1], alone)
         # As one vector: the mean of a single layer may be zero but for rounding.
         mixed |= bool(without) and not _close(_flat(with_padding).double(), _flat(without).double())
@@ -384,9 +398,21 @@ def _mixing_problems(module: nn.Module, inputs: Tensor) -> Iterator[Problem]:
         yield Problem(f"{reason}: use only layers that treat samples alone {LOOP}", fatal=False)
 
 
-def _twice(inputs: Tensor) -> Tensor:
+def _some(inputs: Inputs, rows: slice) -> Any:
+    return map_inputs(lambda part: part[rows], inputs)
+
+
+def _few(inputs: Inputs) -> Any:
+    return _some(inputs, slice(0, FEW))
+
+
+def _twice(inputs: Inputs) -> Any:
     """The same few samples for two clients."""
-    return torch.stack([inputs[:FEW], inputs[:FEW]])
+    return map_inputs(lambda part: torch.stack([part[:FEW], part[:FEW]]), inputs)
+
+
+def _shapes(inputs: Inputs) -> Any:
+    return map_inputs(lambda part: tuple(part.shape), inputs)
 
 
 def _flat(tree: Tree) -> Tensor:

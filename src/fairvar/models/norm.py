@@ -1,5 +1,5 @@
 """Modules as functions of their parameters, for many clients at once: calls that change nothing,
-batch norm in plain tensor operations, and second derivatives.
+batch norm in plain tensor operations, dropout by hash, and second derivatives.
 
 Why not `nn.BatchNorm2d`: under vmap, torch's fused batch norm gives *silently wrong* second
 derivatives in training mode (torch 2.11 on CUDA and 2.13 on CPU), it updates the running statistics
@@ -13,13 +13,19 @@ Clients have ragged batches, padded to a common length b with any *finite* value
 
 The new running statistics come back as a value, so a pass whose statistics are not wanted (such as
 the second pass of FairGrad) drops them.
+
+Why not `nn.Dropout`: it draws from a generator, in the order of the calls. Then another chunk of
+clients would be another mask, and two passes over a batch would see two functions. `swap_dropout`
+replaces it by `KeyedDropout`, whose mask is a function of a key that each sample brings.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import count
+from math import prod
 from typing import Any
 
 import torch
@@ -29,8 +35,9 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fairvar import rng
 from fairvar.errors import BadInput
-from fairvar.tree import Tree
+from fairvar.tree import Inputs, Tree
 
 SWAPPED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -132,6 +139,47 @@ class PlainBatchNorm(_BatchNorm):
         """Any number of spatial axes is fine; torch's base class asks for this method."""
 
 
+DROPOUT: dict[type[nn.Module], bool] = {  # whether it drops whole channels
+    nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, nn.Dropout3d: True,
+}  # fmt: skip
+MOST_CALLS = 1 << 20  # of one layer in one pass
+
+
+class KeyedDropout(nn.Module):
+    """x / (1 − p) where a unit is kept, 0 where it is dropped, in training.
+
+    `sample_keys` (b,) are the samples' random keys of this step. The mask is a hash of the key, the
+    layer's number, the number of its call in this pass, and the unit. Without keys nothing is
+    dropped: so models are looked at before training.
+    """
+
+    sample_keys: Tensor | None
+
+    def __init__(self, p: float, channels: bool, layer: int) -> None:
+        super().__init__()
+        self.p, self.channels, self.layer, self.calls = p, channels, layer, 0
+        self.register_buffer("sample_keys", None, persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        keys = self.sample_keys
+        if not self.training or keys is None:
+            return input
+        if input.shape[0] != keys.shape[0]:
+            raise BadInput(
+                f"dropout sees {input.shape[0]} rows where the batch has {keys.shape[0]} samples: "
+                "keep the samples on the first axis"
+            )
+        shape = input.shape[:2] if self.channels else input.shape
+        keys = rng.numbered(keys, self.layer * MOST_CALLS + self.calls)
+        self.calls += 1
+        kept = rng.kept_units(keys, prod(shape[1:]), self.p)
+        kept = kept.reshape(*shape, *[1] * (input.dim() - len(shape)))
+        return torch.where(kept, input * (1 / (1 - self.p) if self.p < 1 else 0.0), 0.0)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, channels={self.channels}, layer={self.layer}"
+
+
 def _per_channel(value: Float[Tensor, " c"], x: Tensor) -> Tensor:
     return value.reshape(1, -1, *[1] * (x.dim() - 2))
 
@@ -160,6 +208,33 @@ def swap_batch_norm(module: nn.Module) -> nn.Module:
     return swap_layers(module, plain)
 
 
+def swap_dropout(module: nn.Module) -> nn.Module:
+    """A deep copy in which every dropout of torch that drops anything is a `KeyedDropout`."""
+    numbers = count()
+
+    def keyed(layer: nn.Module) -> nn.Module:
+        channels = DROPOUT.get(type(layer))
+        if channels is None or not layer.p:
+            return layer
+        return KeyedDropout(float(layer.p), channels, next(numbers)).train(layer.training)  # type: ignore[arg-type]
+
+    return swap_layers(module, keyed)
+
+
+def dropout_layers(module: nn.Module) -> dict[str, KeyedDropout]:
+    """By name."""
+    return {k: layer for k, layer in module.named_modules() if isinstance(layer, KeyedDropout)}
+
+
+def apply(module: nn.Module, inputs: Inputs, keys: Tensor | None = None) -> Any:
+    """The module's outputs, of one tensor or several; `keys`: of the samples, for dropout."""
+    for layer in dropout_layers(module).values():
+        layer.sample_keys, layer.calls = keys, 0
+    if isinstance(inputs, Tensor):
+        return module(inputs)
+    return module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+
+
 def sample_weight_names(module: nn.Module) -> list[str]:
     """The names under which `functional_call` takes the (b,) weights, one per `PlainBatchNorm`."""
     return [
@@ -173,10 +248,12 @@ def call(
     module: nn.Module,
     params: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
-    inputs: Tensor,
+    inputs: Inputs,
     sample_weight: Shaped[Tensor, " b"] | None = None,
+    sample_keys: Shaped[Tensor, " b"] | None = None,
 ) -> tuple[Any, Tree]:
     """Outputs and new buffers of `module` with these parameters; changes nothing it is given.
+    Several inputs come as a tuple or dict; `sample_keys` are for dropout.
 
     `functional_call` takes *one* dict, which torch updates with the reassigned buffers (a tuple of
     dicts would lose them).
@@ -185,7 +262,12 @@ def call(
     state.update({alias: state[name] for alias, name in _aliases(module) if name in state})
     if sample_weight is not None:
         state.update(dict.fromkeys(sample_weight_names(module), sample_weight))
-    outputs = functional_call(module, state, (inputs,), tie_weights=False)
+    if sample_keys is not None:
+        for name, layer in dropout_layers(module).items():
+            layer.calls, state[f"{name}.sample_keys" if name else "sample_keys"] = 0, sample_keys
+    named = inputs if isinstance(inputs, dict) else {}
+    several = () if named else inputs if isinstance(inputs, tuple) else (inputs,)
+    outputs = functional_call(module, state, several, named, tie_weights=False)
     return outputs, {name: state[name] for name in buffers}
 
 
@@ -201,6 +283,19 @@ def _aliases(module: nn.Module) -> Iterator[tuple[str, str]]:
             name = f"{prefix}.{leaf}" if prefix else leaf
             if tensor is not None and first.setdefault(id(tensor), name) != name:
                 yield name, first[id(tensor)]
+
+
+@contextmanager
+def plain_attention(device: torch.device) -> Iterator[None]:
+    """On a CPU, torch's fused attention has no vmap rule: it runs client by client, with a warning.
+    While this lasts, attention takes plain operations there."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH) if device.type == "cpu" else nullcontext():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from fairvar import rng
@@ -141,6 +141,106 @@ def _mobilenet_v2(shape: Shape, classes: int) -> nn.Module:
     return MobileNetV2(classes, channels)
 
 
+class SelfAttention(nn.Module):
+    """Each position looks at itself and those before it. In plain operations, which vmap and
+    differentiate twice in any order."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.inputs, self.outputs = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Float[Tensor, "b length width"]) -> Float[Tensor, "b length width"]:
+        parts = self.inputs(x).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0)
+        q, k, v = (part.transpose(1, 2) for part in parts)  # (b, heads, length, features)
+        score = q @ k.mT / math.sqrt(q.shape[-1])
+        past = torch.ones(score.shape[-2:], dtype=torch.bool, device=x.device).tril()
+        weight = torch.where(past, score, -torch.inf).softmax(-1)
+        return self.outputs((weight @ v).transpose(1, 2).flatten(-2))
+
+
+class TransformerBlock(nn.Module):
+    """x + attention, then x + two layers, each of a normalised input and with dropout."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.attend = nn.Sequential(
+            nn.LayerNorm(width), SelfAttention(width, heads), nn.Dropout(dropout)
+        )
+        self.think = nn.Sequential(
+            nn.LayerNorm(width),
+            *(nn.Linear(width, 4 * width), nn.GELU()),
+            *(nn.Linear(4 * width, width), nn.Dropout(dropout)),
+        )
+
+    def forward(self, x: Float[Tensor, "b length width"]) -> Float[Tensor, "b length width"]:
+        x = x + self.attend(x)
+        y: Tensor = x + self.think(x)
+        return y
+
+
+class Transformer(nn.Module):
+    """Tokens → outputs for the next token after every position: a decoder, by default one that a
+    CPU trains (19,041 parameters for 64 tokens of 65 kinds)."""
+
+    def __init__(
+        self,
+        length: int,
+        tokens: int,
+        width: int = 32,
+        layers: int = 1,
+        heads: int = 2,
+        dropout: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(tokens, width)
+        self.places = nn.Parameter(0.1 * torch.randn(length, width))
+        blocks = [TransformerBlock(width, heads, dropout) for _ in range(layers)]
+        self.blocks = nn.Sequential(*blocks, nn.LayerNorm(width))
+        self.head = nn.Linear(width, tokens)
+
+    def forward(self, x: Int64[Tensor, "b length"]) -> Float[Tensor, "b length tokens"]:
+        return self.head(self.blocks(self.tokens(x) + self.places))
+
+
+class LSTM(nn.Module):
+    """Tokens → outputs for the next token after every position, by a recurrent layer. In plain
+    operations: torch's own has no vmap rule, so clients would train one after another."""
+
+    def __init__(self, tokens: int, width: int = 16, hidden: int = 96) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(tokens, width)
+        self.inputs, self.recurrent = nn.Linear(width, 4 * hidden), nn.Linear(hidden, 4 * hidden)
+        self.head = nn.Linear(hidden, tokens)
+
+    def forward(self, x: Int64[Tensor, "b length"]) -> Float[Tensor, "b length tokens"]:
+        """c ← σ(f) c + σ(i) tanh g,   h ← σ(o) tanh c,   with f larger by 1 at first."""
+        given, seen = self.inputs(self.tokens(x)), []
+        h = c = torch.zeros_like(given[:, 0, : given.shape[-1] // 4])
+        for position in range(x.shape[1]):
+            i, f, g, o = (given[:, position] + self.recurrent(h)).chunk(4, -1)
+            c = torch.sigmoid(f + 1) * c + torch.sigmoid(i) * torch.tanh(g)
+            h = torch.sigmoid(o) * torch.tanh(c)
+            seen.append(h)
+        return self.head(torch.stack(seen, 1))
+
+
+def _lstm(shape: Shape, classes: int) -> nn.Module:
+    _length("lstm", shape)
+    return LSTM(classes)
+
+
+def _transformer(shape: Shape, classes: int) -> nn.Module:
+    return Transformer(_length("transformer", shape), classes)
+
+
+def _length(name: str, shape: Shape) -> int:
+    """Of a sequence of tokens, of as many kinds as there are classes."""
+    if len(shape) != 1:
+        raise BadInput(f"model {name} needs tokens as (length,), not samples of shape {shape}")
+    return shape[0]
+
+
 MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "multinomial": _multinomial,
     "linear": _linear,
@@ -148,15 +248,25 @@ MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "avgcnn": _avgcnn,
     "lenet5": _lenet5,
     "mobilenet_v2": _mobilenet_v2,
+    "lstm": _lstm,
+    "transformer": _transformer,
 }
 
 
-def build(name: str, input_shape: Shape, classes: int, seed: int = 0) -> nn.Module:
+def build(
+    name: str,
+    input_shape: Shape,
+    classes: int,
+    seed: int = 0,
+    make: Callable[[Shape, int], nn.Module] | None = None,
+) -> nn.Module:
     """A model for inputs of this shape (without the batch axis), in training mode, on the CPU.
 
-    "linear" always has one output, whatever `classes` says.
+    "linear" always has one output, whatever `classes` says. `make` builds models that are not among
+    `MODELS`; their first parameters are drawn in the same way.
     """
-    if name not in MODELS:
+    make = MODELS.get(name) if make is None else make
+    if make is None:
         raise unknown("model", name, MODELS)
     shape = tuple(input_shape)
     if not shape or min(shape) < 1:
@@ -164,7 +274,7 @@ def build(name: str, input_shape: Shape, classes: int, seed: int = 0) -> nn.Modu
     if classes < 1:
         raise BadInput(f"model {name}: classes = {classes} must be at least 1")
     with _drawing_from(rng.key(seed, "init", name) >> 1):
-        return MODELS[name](shape, classes)
+        return make(shape, classes)
 
 
 @contextmanager

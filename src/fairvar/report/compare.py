@@ -25,11 +25,12 @@ from rich.text import Text
 
 from fairvar.errors import BadInput, unknown
 from fairvar.report.paired import Difference, Paired, compare
-from fairvar.report.table import UNDEFINED, Column, Estimate, Row, Table
+from fairvar.report.table import MISSING, UNDEFINED, Column, Estimate, Row, Table
 from fairvar.runs.results import gather
 from fairvar.runs.store import is_complete
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.trials import Group, Result, Trial
+from fairvar.scores import ACCURACY, Metric
 
 SHOWN = 5  # clients listed on either side
 # Models in a legend, in figures and in sentences.
@@ -46,10 +47,19 @@ WHICH = {
     "personal": "the personal models (each client keeps its own)",
 }
 METRICS = {
-    "accuracy": "accuracy",
+    "accuracy": "accuracy",  # or the mean of another score
     "variance": "variance",
     "corrected_variance": "corrected variance",
 }
+UNCORRECTED = (
+    "{dash}: a noise floor is known for the accuracy only. How much of the variance of the {title} "
+    "comes from finite test sets is not known, so it is not corrected."
+)
+
+
+def uncorrected(metric: Metric) -> str:
+    """Why the noise floor and the corrected variance of a score are left out."""
+    return UNCORRECTED.format(dash=MISSING, title=metric.title)
 
 
 def paired(a: Result, b: Result, model: str, late: bool) -> Paired | None:
@@ -61,9 +71,9 @@ def paired(a: Result, b: Result, model: str, late: bool) -> Paired | None:
 @lru_cache(maxsize=512)
 def _paired(a: Result, b: Result, models: tuple[str, str], late: bool) -> Paired | None:
     pairs = zip((a, b), models, strict=True)
-    one, other = ((r.late(model) if late else r.seed_accuracy(model)) for r, model in pairs)
+    one, other = ((r.late(model) if late else r.seed_scores(model)) for r, model in pairs)
     try:
-        return compare(one, other, b.samples())
+        return compare(one, other, b.samples(), metric=a.trial.metric)
     except BadInput:
         return None
 
@@ -82,44 +92,63 @@ def federation_name(group: Group) -> str:
     return f"{group.dataset}, {deployed}{group.config.protocol}{alpha}"
 
 
-def shown(d: Difference, digits: int) -> tuple[str, str]:
-    """A difference and its interval, ×100."""
+def shown(d: Difference, digits: int, metric: Metric = ACCURACY) -> tuple[str, str]:
+    """A difference and its interval, ×100; of scores that are no fractions, as they are."""
     if not np.isfinite(d.value):
         return UNDEFINED, UNDEFINED
-    value, low, high = (f"{100 * number:+.{digits}f}" for number in d)
+    form = f"+.{digits}f" if metric.factor == 100 else "+.3g"
+    value, low, high = (f"{metric.factor * number:{form}}" for number in d)
     return value, f"{low} to {high}"
+
+
+def texts(paired: Paired, key: str, digits: int) -> tuple[str, str]:
+    """The number of this name with its interval; a dash where the metric has none."""
+    if key == "corrected_variance" and not paired.metric.has_noise_floor:
+        return MISSING, MISSING
+    return shown(getattr(paired, key), digits, paired.metric)
 
 
 # --- every method compared with FedAvg -----------------------------------------------------------
 def compared_with_fedavg(groups: Sequence[Group]) -> Table | None:
     """Every method − FedAvg, averaged over the last quarter of the rounds, for all models; None
     without FedAvg, or with fewer than two evaluations in these rounds."""
-    rows = []
+    rows, scores = [], list(dict.fromkeys(group.metric for group in groups))
     for group in groups:
         cells: dict[str, dict[str, str]] = {}
+        where = federation_name(group) + f", {group.metric.title}" * (len(scores) > 1)
         for (label, model), both in late_differences(group.results).items():
-            row = cells.setdefault(label, {"where": federation_name(group)})
+            row = cells.setdefault(label, {"where": where})
             for metric in METRICS:
-                value, interval = shown(d := getattr(both, metric), 2)
-                text = value if value == UNDEFINED else f"{value} ({interval})"
-                row[f"{model}_{metric}"] = text + " *" * d.clear
+                value, interval = texts(both, metric, 2)
+                text = value if value in (UNDEFINED, MISSING) else f"{value} ({interval})"
+                row[f"{model}_{metric}"] = text + " *" * getattr(both, metric).clear
         rows += [Row(label, row) for label, row in cells.items()]
     if not rows:
         return None
     known = {model for group in groups for r in group.results for model in r.trial.models}
     models = [model for model in MEANT if model in known]
-    heads = [*zip(METRICS, ("acc.", "var.", "corr."), strict=True)]
+    mean = scores[0].short if len(scores) == 1 else "score"
+    heads = [*zip(METRICS, (mean, "var.", "corr."), strict=True)]
     columns = [Column("where", "federation")] + [
         Column(f"{model}_{metric}", f"{model} {head}") for model in models for metric, head in heads
     ]
     notes = [
-        "Test data, the configurations chosen on validation data. Accuracy in points, variances "
-        "×100 with what the finite test sets add (var.) and without (corr.); in brackets the 95 % "
-        "interval, paired over seeds and clients. *: the interval excludes zero.",
+        f"Test data, the configurations chosen on validation data. {_units(scores)} with what the "
+        "finite test sets add (var.) and without (corr.); in brackets the 95 % interval, paired "
+        "over seeds and clients. *: the interval excludes zero.",
         "; ".join(MEANT[model] for model in models) + ".",
         "Averaged over the evaluated rounds of the last quarter, the same for both methods.",
+        *(uncorrected(metric) for metric in scores if not metric.has_noise_floor),
     ]
     return Table("Every method compared with FedAvg, late in training", columns, rows, notes)
+
+
+def _units(scores: Sequence[Metric]) -> str:
+    """The units of a table of differences, as the beginning of a sentence."""
+    means = [f"{m.title}{' in points' * (m.factor == 100)}" for m in scores]
+    squares = [m.squared or f" in {m.in_variances}" for m in scores]
+    text = f"{', '.join(means)}, variances{', '.join(dict.fromkeys(squares))}"
+    return text[0].upper() + text[1:]
 
 
 def late_differences(results: Sequence[Result]) -> dict[tuple[str, str], Paired]:
@@ -145,9 +174,10 @@ class Side:
     name: str
     model: str
     passport: str  # sha256 of the partition: only equal ones can be paired
-    accuracy: Float[np.ndarray, "*rounds seeds n"]  # without rounds: at the chosen one
+    accuracy: Float[np.ndarray, "*rounds seeds n"]  # or other scores; at the chosen round
     samples: Int64[np.ndarray, " n"]
     seeds: list[int]
+    metric: Metric = ACCURACY
 
 
 def side(text: str, model: str | None, late: bool = False) -> Side:
@@ -172,15 +202,16 @@ def side(text: str, model: str | None, late: bool = False) -> Side:
             f"{text!r}: name a method, such as {folder}:FedAvg, or a single run's folder"
         )
     if which not in result.trial.models:
-        raise BadInput(f"{text}: no test accuracy of the {which} model; the {which} model was not "
+        title = result.trial.metric.title
+        raise BadInput(f"{text}: no test {title} of the {which} model; the {which} model was not "
                        "measured there (see evaluate in the configuration)")  # fmt: skip
-    accuracy = result.late(which) if late else result.seed_accuracy(which)
-    return Side(name, which, str(passport.get("sha256")), accuracy, result.samples(),
-                result.trial.seeds)  # fmt: skip
+    scores = result.late(which) if late else result.seed_scores(which)
+    return Side(name, which, str(passport.get("sha256")), scores, result.samples(),
+                result.trial.seeds, result.trial.metric)  # fmt: skip
 
 
 def _chosen(folder: Path, label: str, alpha: str = "") -> tuple[Group, Result]:
-    group = _group(folder, alpha)
+    group = pick(gather(folder), folder, alpha)
     found = {r.label: r for r in group.results}
     if label not in found:
         raise unknown("method label", label, found)
@@ -189,9 +220,8 @@ def _chosen(folder: Path, label: str, alpha: str = "") -> tuple[Group, Result]:
     return group, found[label]
 
 
-def _group(folder: Path, alpha: str) -> Group:
+def pick(groups: Sequence[Group], folder: Path, alpha: str) -> Group:
     """By alpha, or else by the kind of partition; numbered where that does not tell them apart."""
-    groups = gather(folder)
     several = len({g.config.protocol for g in groups}) > 1
     names = [f"{g.config.protocol}/{_name(g)}" if several else _name(g) for g in groups]
     found = {
@@ -218,6 +248,9 @@ def versus(a: Side, b: Side) -> Paired:
     """Pair over the seeds that both have; another partition has other clients and is refused."""
     if a.passport != b.passport:
         raise BadInput("the two sides have different partitions: their clients cannot be paired")
+    if a.metric != b.metric:
+        raise BadInput(f"A is scored by {a.metric.title} and B by {b.metric.title}: they cannot be "
+                       "compared")  # fmt: skip
     if a.model != b.model and "personal" not in (a.model, b.model):
         raise BadInput(f"A is about the {a.model} model and B about the {b.model} one: name one of "
                        "them with --model")  # fmt: skip
@@ -228,19 +261,21 @@ def versus(a: Side, b: Side) -> Paired:
     if not common:
         raise BadInput(f"no common seed: {a.seeds} and {b.seeds}")
     rows_a, rows_b = ([s.seeds.index(seed) for seed in common] for s in (a, b))
-    return compare(a.accuracy[..., rows_a, :], b.accuracy[..., rows_b, :], a.samples)
+    scores = (a.accuracy[..., rows_a, :], b.accuracy[..., rows_b, :])
+    return compare(*scores, a.samples, metric=a.metric)
 
 
-NUMBERS = {
-    "accuracy": "mean accuracy (points)",
-    "variance": "variance over clients ×100",
-    "corrected_variance": "corrected variance ×100",
-    "worst_10_percent": "worst 10 % (points)",
-}
-
-
-def _numbers(paired: Paired) -> dict[str, Difference]:
-    return {key: d for key in NUMBERS if (d := getattr(paired, key)) is not None}
+def numbers(paired: Paired) -> dict[str, tuple[str, Difference]]:
+    """What each difference is, and its numbers."""
+    metric = paired.metric
+    names = {
+        "accuracy": f"mean {metric.title}{metric.points}",
+        "variance": f"variance over clients{metric.squared}",
+        "corrected_variance": f"corrected variance{metric.squared}",
+        "worst_10_percent": f"worst 10 %{metric.points}",
+    }
+    found = {key: (name, getattr(paired, key)) for key, name in names.items()}
+    return {key: pair for key, pair in found.items() if pair[1] is not None}
 
 
 def _models(a: Side, b: Side) -> str:
@@ -254,26 +289,33 @@ def paired_table(a: Side, b: Side, paired: Paired) -> Iterator[Any]:
     table = RichTable(title="A − B, paired over seeds and clients", title_justify="left")
     for head in ("", "difference", "95 % interval", "clear?"):
         table.add_column(head, justify="right" if head else "left")
-    for key, d in _numbers(paired).items():
+    for key, (name, d) in numbers(paired).items():
         clear = "yes" if d.clear else "within noise"
-        table.add_row(NUMBERS[key], *shown(d, 3), clear if np.isfinite(d.value) else "")
+        table.add_row(name, *texts(paired, key, 3), clear if np.isfinite(d.value) else "")
     yield table
+    if not paired.metric.has_noise_floor:
+        yield uncorrected(paired.metric)
     if paired.over_rounds:
         return
     gain, pay = paired.gaining, paired.paying
     same = int(np.isfinite(paired.by_client).sum()) - len(gain) - len(pay)
     yield f"{len(gain)} clients gain, {len(pay)} pay, {same} are the same"
     for name, clients in (("gain most", gain), ("pay most", pay)):
-        listed = [f"{i}: {100 * paired.by_client[i]:+.1f}" for i in clients[:SHOWN]]
+        points = paired.metric.factor == 100
+        form = "+.1f" if points else "+.3g"
+        change = paired.metric.factor * paired.by_client
+        listed = [f"{i}: {change[i]:{form}}" for i in clients[:SHOWN]]
         if listed:
-            yield f"  {name} (client: points)  " + ", ".join(listed)
+            unit = "points" if points else paired.metric.title
+            yield f"  {name} (client: {unit})  " + ", ".join(listed)
 
 
 def paired_dict(a: Side, b: Side, paired: Paired) -> dict[str, Any]:
     late = paired.over_rounds
     found: dict[str, Any] = {"a": a.name, "b": b.name, "model": _models(a, b), "late": late}
-    for key, d in _numbers(paired).items():
-        found[key] = {"difference": d.value, "interval": [d.low, d.high], "clear": d.clear}
+    for key, (_, d) in numbers(paired).items():
+        name = paired.metric.name if key == "accuracy" else key
+        found[name] = {"difference": d.value, "interval": [d.low, d.high], "clear": d.clear}
     if late:
         return found
     clients = [None if np.isnan(v) else float(v) for v in paired.by_client]
@@ -386,7 +428,7 @@ def claims_table(groups: Sequence[Group]) -> Table | None:
     """Every claim on every federation of the paper's data sets; None if none of them has enough
     seeds. Federations with fewer seeds are marked."""
     rows, counts = [], set[int]()
-    for group in groups:
+    for group in (group for group in groups if group.metric == ACCURACY):
         seeds, dataset = _seeds(group), DATASETS.get(group.source)
         about = {"where": federation_name(group), "seeds": str(seeds)}
         for claim in (claim for claim in CLAIMS if dataset in claim.datasets):

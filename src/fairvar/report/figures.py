@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -35,13 +35,17 @@ from fairvar.report.style import (
     text_colour,
 )
 from fairvar.report.table import mean_and_standard_error
+from fairvar.scores import ACCURACY, Metric
 
 
 @styled
 def client_accuracies(
-    accuracy: Mapping[str, ArrayLike], ylabel: str = "accuracy on the client (%)"
+    accuracy: Mapping[str, ArrayLike],
+    ylabel: str = "accuracy on the client (%)",
+    metric: Metric = ACCURACY,
 ) -> Figure:
-    """Accuracies in increasing order, a panel per method with the baseline in grey behind it.
+    """Accuracies in increasing order, a panel per method with the baseline in grey behind it; or
+    other scores, the worst first.
 
     Accuracies by client, or by (seed, client): then the clients of each seed are ranked, and every
     rank is averaged over seeds. Filled between the two curves: where the method serves that rank
@@ -51,16 +55,18 @@ def client_accuracies(
     """
     demand_some(accuracy, "accuracy")
     curves = {
-        label: _Ranked.of(as_array(np.atleast_2d(metrics.as_array(values, label)), label, 2))
+        label: _Ranked.of(
+            as_array(np.atleast_2d(metrics.as_array(values, label)), label, 2), metric
+        )
         for label, values in accuracy.items()
     }
     first = BASELINE if BASELINE in curves else next(iter(curves))
     down = math.ceil(len(curves) / 4)
     across = math.ceil(len(curves) / down)
-    figure = new_figure(max(3.4, 1.75 * across), 1.7 * down + 0.45)
+    figure = new_figure(max(3.4, 1.8 * across), 1.7 * down + 0.45)
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel()
     for axes, label in zip(panels, curves, strict=False):
-        _accuracy_panel(axes, label, curves[label], curves[first])
+        _accuracy_panel(axes, label, curves[label], curves[first], metric)
     for axes in panels[len(curves) :]:
         axes.set_visible(False)
         above = panels[np.flatnonzero(panels == axes)[0] - across]
@@ -68,8 +74,9 @@ def client_accuracies(
     seen = np.concatenate([curve.accuracy for curve in curves.values()])
     if len(seen):
         low, high = seen.min(), seen.max()
-        room = 0.06 * max(high - low, 1.0)
-        panels[0].set_ylim(max(low - room, -1), min(high + room, 101))
+        room = 0.06 * max(high - low, 1.0 if metric.factor == 100 else 1e-9)
+        least, most = (-1, 101) if metric.factor == 100 else (-np.inf, np.inf)
+        panels[0].set_ylim(max(low - room, least), min(high + room, most))
     panels[0].set(xlim=(0, 100), xticks=(0, 50, 100))
     figure.supylabel(ylabel, fontsize=8)
     legend = f"grey: {first}; dashed: mean; bar: mean of the worst 10 %"
@@ -78,7 +85,7 @@ def client_accuracies(
 
 
 class _Ranked(NamedTuple):
-    """Clients in the order of their accuracy, all in percent."""
+    """Clients in the order of their accuracy, all in percent, or of another score."""
 
     rank: Floats
     accuracy: Floats
@@ -86,23 +93,23 @@ class _Ranked(NamedTuple):
     worst: float  # mean of the worst tenth
 
     @staticmethod
-    def of(table: Floats) -> _Ranked:
-        seeds = [np.sort(row[np.isfinite(row)]) for row in table]
+    def of(table: Floats, metric: Metric) -> _Ranked:
+        seeds, factor = [metric.worst_first(row[np.isfinite(row)]) for row in table], metric.factor
         seeds = [row for row in seeds if len(row)]
         if not seeds:
             return _Ranked(np.zeros(0), np.zeros(0), math.nan, math.nan)
         ranks = [(np.arange(len(row)) + 0.5) / len(row) * 100 for row in seeds]
         rank = max(ranks, key=len)  # seeds may have measured other numbers of clients
-        scores = [fairness(row, resamples=0) for row in seeds]
+        scores = [fairness(row, metric=metric, resamples=0) for row in seeds]
         return _Ranked(
             rank,
-            np.mean([np.interp(rank, x, 100 * y) for x, y in zip(ranks, seeds, strict=True)], 0),
-            mean_and_standard_error(100 * f.mean for f in scores).value,
-            mean_and_standard_error(100 * f.worst_10_percent for f in scores).value,
+            np.mean([np.interp(rank, x, factor * y) for x, y in zip(ranks, seeds, strict=True)], 0),
+            mean_and_standard_error(factor * f.mean for f in scores).value,
+            mean_and_standard_error(factor * f.worst_10_percent for f in scores).value,
         )
 
 
-def _accuracy_panel(axes: Axes, label: str, own: _Ranked, base: _Ranked) -> None:
+def _accuracy_panel(axes: Axes, label: str, own: _Ranked, base: _Ranked, metric: Metric) -> None:
     colour, both = style_of(label).colour, len(own.rank) and len(base.rank) and own is not base
     axes.set_title(label, loc="left", fontweight="bold", color=DARK, pad=13)
     _draw_ranked(axes, base, GREY, 1.0)
@@ -111,13 +118,21 @@ def _accuracy_panel(axes: Axes, label: str, own: _Ranked, base: _Ranked) -> None
     if both:
         x, y = own.rank, own.accuracy
         behind = np.interp(x, base.rank, base.accuracy)
-        for where, fill in ((y >= behind, colour), (y < behind, GREY)):
+        better = metric.sign * y >= metric.sign * behind
+        for where, fill in ((better, colour), (~better, GREY)):
             axes.fill_between(
                 x, y, behind, where=where, interpolate=True, color=fill, alpha=0.3, lw=0
             )
     # With the digits of the table, which shows the same numbers.
-    numbers = f"mean {own.mean:.2f}, worst 10 % {own.worst:.2f}" if len(own.rank) else "div."
-    axes.text(0, 1.03, numbers, transform=axes.transAxes, fontsize=6.5, color=DARK, va="bottom")
+    form = ".2f" if metric.factor == 100 else ".3g"
+    numbers = f"mean {own.mean:{form}}, worst 10 % {own.worst:{form}}" if len(own.rank) else "div."
+    _below_title(axes, numbers)
+
+
+def _below_title(axes: Axes, text: str) -> None:
+    words: dict[str, Any] = {"fontsize": 6.5, "color": DARK, "va": "bottom"}
+    note = axes.text(0, 1.03, text, transform=axes.transAxes, **words)
+    note.set_in_layout(False)  # or a long text would make its panel narrow
 
 
 def _draw_ranked(axes: Axes, curve: _Ranked, colour: str, width: float) -> None:
@@ -159,6 +174,43 @@ def differences(
     for tick, label in zip(panels[0].get_yticklabels(), labels, strict=True):
         tick.set_color(text_colour(label))
     panels[0].set_ylim(len(labels) - 0.5, -0.5)
+    return figure
+
+
+@styled
+def who_gains(
+    baseline: ArrayLike, accuracy: Mapping[str, ArrayLike], special: Sequence[int] = ()
+) -> Figure:
+    """By client: accuracy under the baseline, and how much each method adds or takes.
+
+    `special`: clients that are different by nature. They are drawn as triangles, and the mean of
+    either kind stands above its panel.
+    """
+    demand_some(accuracy, "accuracy")
+    x = 100 * as_array(baseline, "baseline", 1)
+    kind = np.isin(np.arange(len(x)), np.asarray(special, dtype=int))
+    kinds = [("others", ~kind, "#0072B2", "o"), ("different by nature", kind, "#D55E00", "^")]
+    kinds = [k for k in kinds if k[1].any()]
+    across = min(4, len(accuracy))
+    down = math.ceil(len(accuracy) / across)
+    figure = new_figure(max(3.6, 1.9 * across), 1.9 * down + 0.7)
+    panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel()
+    for axes, (label, values) in zip(panels, accuracy.items(), strict=False):
+        change = 100 * as_array(values, label, 1) - x
+        axes.axhline(0, color=GREY, lw=0.8)
+        for name, mine, colour, marker in kinds:
+            axes.plot(x[mine], change[mine], marker, color=colour, ms=4, mew=0, alpha=0.75,
+                      label=name)  # fmt: skip
+        axes.set_title(label, loc="left", fontweight="bold", color=DARK, pad=13)
+        means = ", ".join(f"{name.split(' ')[0]} {np.nanmean(change[mine]):+.1f}"
+                          for name, mine, *_ in kinds).replace("-", "−")  # fmt: skip
+        _below_title(axes, means)
+    for axes in panels[len(accuracy) :]:
+        axes.set_visible(False)
+    figure.supxlabel(f"accuracy of the client under {BASELINE} (%)", fontsize=8)
+    figure.supylabel("change (points): above zero gains", fontsize=8)
+    marks, names = panels[0].get_legend_handles_labels()
+    figure.legend(marks, names, loc="outside upper right", ncols=2, frameon=False)
     return figure
 
 
@@ -235,7 +287,7 @@ def learning_curves(
     for label, y in lines.items():
         if len(y) != len(x):
             raise BadInput(f"{label} has {len(y)} values for {len(x)} rounds; give one per round")
-    figure = new_figure(6.4, max(2.9, 0.55 + 0.135 * len(lines)))
+    figure = new_figure(6.4, max(3.9, 1.1 + 0.155 * len(lines)))
     whole, late = figure.subplots(1, 2)
     for axes, label in product((whole, late), lines):
         y, kind = lines[label], style_of(label)
@@ -349,7 +401,7 @@ def _edges(x: Floats) -> Floats:
     return np.concatenate([[2 * x[0] - middle[0]], middle, [2 * x[-1] - middle[-1]]])
 
 
-# --- the front of accuracy and variance, with labels that do not overlap -------------------------
+# --- the front of accuracy and variance ----------------------------------------------------------
 @dataclass(frozen=True)
 class Point:
     """A configuration: mean accuracy (fraction), variance over clients (fraction²), the errors."""
@@ -361,23 +413,35 @@ class Point:
     accuracy_error: float | None = None
     variance_error: float | None = None
 
+    def in_units_of(self, metric: Metric) -> Point:
+        """So that a hundred times its numbers are what a figure of this score shows."""
+        if metric.factor == 100:
+            return self
+        names = ("accuracy", "variance", "accuracy_error", "variance_error")
+        known = {name: getattr(self, name) for name in names}
+        return replace(self, **{k: v and v / 100 for k, v in known.items()})
+
 
 @styled
 def front(
-    points: Sequence[Point], noise_floor: float | None = None, model: str | None = None
+    points: Sequence[Point],
+    noise_floor: float | None = None,
+    model: str | None = None,
+    metric: Metric = ACCURACY,
 ) -> Figure:
-    """Lower right is better. Dots: all configurations; marks: the chosen ones; line: Pareto front.
+    """Lower right is better (lower left, where a lower score is). Dots: all configurations; marks:
+    the chosen ones; line: Pareto front.
 
     The axes show the neighbourhood of the chosen ones, since one diverged configuration would
     squeeze the rest into a corner; a note gives the number outside. `model`: for the label of the
     axis.
     """
+    points = [p.in_units_of(metric) for p in points]
     kept = [p for p in points if math.isfinite(p.accuracy) and math.isfinite(p.variance)]
     demand_some(kept, "points (with finite accuracy and variance)")
     chosen = [p for p in kept if p.chosen]
-    legend = len(chosen) > MANY  # then labels next to the marks would cover them
-    rows = math.ceil(len(chosen) / 5)
-    figure = new_figure(*((6.4, 3.6 + 0.17 * rows) if legend else (4.6, 3.5)))
+    across = 4 if len(chosen) <= MANY else 5
+    figure = new_figure(1.28 * across, 3.5 + 0.17 * math.ceil(len(chosen) / across))
     axes = figure.subplots()
     x, y = np.array([[p.accuracy * 100, p.variance * 100] for p in kept]).T
     for label in dict.fromkeys(p.label for p in kept):  # a call per point makes a large file
@@ -394,23 +458,24 @@ def front(
         marks.append(bars.lines[0])
     _front_limits(axes, kept, noise_floor)
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
-    i = pareto_front(x, y)
-    reach = np.r_[min(left, x[i[0]]), x[i], x[i[-1]]], np.r_[y[i[0]], y[i], max(top, y[i[-1]])]
+    i = pareto_front(metric.sign * x, y)
+    start = min(left, x[i[0]]) if metric.higher_is_better else max(right, x[i[0]])
+    reach = np.r_[start, x[i], x[i[-1]]], np.r_[y[i[0]], y[i], max(top, y[i[-1]])]
     axes.step(*reach, where="pre", color=DARK, lw=0.8, zorder=1.5)
     axes.set_xlim(left, right)
     axes.set_ylim(bottom, top)
     outside = len(points) - int(((x >= left) & (x <= right) & (y >= bottom) & (y <= top)).sum())
     if outside:
         note = f"{outside} of {len(points)} configurations outside the axes or diverged"
-        axes.set_title(note, loc="right", fontsize=6.5, color=DARK)
+        axes.set_title(note, loc="right", fontsize=7, color=DARK)
     test, of = ("test ", f", {model}") if model else ("", "")
-    axes.set(xlabel=f"mean {test}accuracy over clients (%){of}", ylabel=VARIANCE)
-    if legend:
+    unit = " (%)" if metric.factor == 100 else ""
+    ylabel = VARIANCE if unit else f"variance over clients ({metric.in_variances})"
+    axes.set(xlabel=f"mean {test}{metric.title} over clients{unit}{of}", ylabel=ylabel)
+    if chosen:  # a legend outside: names next to the marks would cover others
         names = [p.label for p in chosen]
-        figure.legend(marks, names, loc="outside lower center", ncols=5, frameon=False)
-    else:
-        figure.draw_without_rendering()
-        _place_labels(axes, chosen)
+        figure.legend(marks, names, loc="outside lower center", ncols=across, frameon=False,
+                      columnspacing=1.2, handletextpad=0.3)  # fmt: skip
     return figure
 
 
@@ -429,7 +494,7 @@ def _front_limits(axes: Axes, points: Sequence[Point], noise_floor: float | None
         floor = 100 * noise_floor
         low, high = min(low, floor - (high - floor) / 8), max(high, floor + 1e-9)
         axes.axhspan(low - abs(low), floor, color="#e3e3e3", lw=0, zorder=0)
-        words: dict[str, Any] = {"fontsize": 6.5, "color": DARK, "ha": "right", "va": "top"}
+        words: dict[str, Any] = {"fontsize": 7, "color": DARK, "ha": "right", "va": "top"}
         axes.annotate(
             "noise floor: what finite test sets add", xy=(0.99, floor), xytext=(0, -2),
             xycoords=("axes fraction", "data"), textcoords="offset points", **words,
@@ -444,66 +509,3 @@ def _reach(value: Floats, error: Floats, main: NDArray[np.bool_]) -> tuple[float
     low = min(low, max(value.min(), low - span / 2))
     high = max(high, min(value.max(), high + span / 2))
     return float(low - span / 8), float(high + span / 8)
-
-
-_ANGLES = [(1, 1), (1, -1), (-1, 1), (-1, -1), (1, 0), (-1, 0), (0, 1), (0, -1)]
-_PLACES = [(r, np.array(side)) for r, side in product((4, 9, 15, 23, 33, 45), _ANGLES)]
-
-
-def _place_labels(axes: Axes, points: Sequence[Point]) -> None:
-    """Each label at the first of 48 places around its mark that touches nothing placed before.
-
-    Deterministic: near places first, points from left to right. If all are taken, the least bad.
-    """
-    from matplotlib.patheffects import withStroke
-
-    taken = _marks(axes, points) + [np.array(t.get_window_extent().extents) for t in axes.texts]
-    frame = np.array(axes.bbox.extents)
-    pixel = axes.figure.dpi / 72  # per typographic point
-    for p in sorted(points, key=lambda p: (p.accuracy, p.variance, p.label)):
-        place = (100 * p.accuracy, 100 * p.variance)
-        centre = axes.transData.transform(place)
-        words: dict[str, Any] = {"fontsize": 7, "color": text_colour(p.label), "ha": "center"}
-        trial = axes.text(0, 0, p.label, va="center", **words)
-        half = np.array(trial.get_window_extent().size) / 2
-        trial.remove()
-        best, found, least = (0, 0.0, 0.0), frame, math.inf
-        for r, side in _PLACES:
-            middle = centre + (r * pixel + half) * side
-            box = np.r_[middle - half, middle + half]
-            bad = sum(_overlap(box, other) for other in taken)
-            bad += 4 * (4 * half.prod() - _overlap(box, frame))
-            if bad + 1 < least:
-                best, found, least = (r, *((middle - centre) / pixel)), box, bad
-        taken.append(found)
-        leader = {
-            "arrowstyle": "-",
-            "lw": 0.5,
-            "color": text_colour(p.label),
-            "shrinkA": 0,
-            "shrinkB": 3,
-        }
-        axes.annotate(
-            p.label, place, best[1:], textcoords="offset points", va="center", zorder=5, **words,
-            arrowprops=leader if best[0] > 4 else None,
-            path_effects=[withStroke(linewidth=1.5, foreground="white")],
-        )  # fmt: skip
-
-
-def _marks(axes: Axes, points: Sequence[Point]) -> list[Floats]:
-    """Boxes (left, bottom, right, top) in pixels of the marks and both arms of their errors."""
-    boxes = []
-    for p in points:
-        at = np.array([100 * p.accuracy, 100 * p.variance])
-        arm = np.array([_percent(p.accuracy_error), _percent(p.variance_error)])
-        low, centre, high = axes.transData.transform([at - arm, at, at + arm])
-        boxes.append(np.r_[centre - 8, centre + 8])
-        boxes.append(np.r_[low[0], centre[1] - 2, high[0], centre[1] + 2])
-        boxes.append(np.r_[centre[0] - 2, low[1], centre[0] + 2, high[1]])
-    return boxes
-
-
-def _overlap(a: Floats, b: Floats) -> float:
-    """Common area of two boxes (left, bottom, right, top)."""
-    sides = np.minimum(a[2:], b[2:]) - np.maximum(a[:2], b[:2])
-    return float(np.maximum(sides, 0).prod())

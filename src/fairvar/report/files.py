@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,29 +31,44 @@ from fairvar.report.result_tables import (
     overviews,
     result_table,
 )
-from fairvar.report.style import Figure, save, svg
+from fairvar.report.style import BASELINE, Figure, save, svg
+from fairvar.report.summary import summarise
 from fairvar.report.table import Table, mean_and_standard_error, render
+from fairvar.runs.identity import swept
 from fairvar.runs.runner import start_note
 from fairvar.runs.store import write_text
 from fairvar.runs.trials import Group, Result, Trial
+from fairvar.scores import ACCURACY, Metric
 
 FORMATS = {"md": "markdown", "tex": "latex", "csv": "csv", "txt": "terminal"}
 CAPTIONS = {
-    "client_accuracies": "Test accuracy of {model} from the client with the lowest to the one with "
-    "the highest accuracy, at the chosen configuration; each rank is a mean over seeds. Grey: "
+    "client_accuracies": "Test {score} of {model} from the client with the {worst} to the one with "
+    "the {best} {score}, at the chosen configuration; each rank is a mean over seeds. Grey: "
     "FedAvg.",
-    "front": "Test accuracy of {model} against its variance over clients; lower right is better. "
+    "front": "Test {score} of {model} against its variance over clients; lower {side} is better. "
     "Dots are all configurations after their last round, marks the chosen ones with standard "
     "errors over seeds.",
-    "curves": "Mean test accuracy of {model} over clients by round at the chosen configurations; "
+    "curves": "Mean test {score} of {model} over clients by round at the chosen configurations; "
     "bands span the seeds.",
     "compared_with_fedavg": "Every method minus FedAvg, averaged over the last quarter of the "
     "rounds, with 95 % intervals, paired over seeds and clients; filled: the interval excludes "
     "zero.",
+    "who_gains": "Every client's change of test accuracy compared with FedAvg, by its accuracy "
+    "under FedAvg; means over seeds. Above zero a client gains, below it pays. The numbers above a "
+    "panel are mean changes.",
     "weights": "The server's weights in the evaluated rounds, in one run of the chosen "
     "configuration.",
     "partition": "Training samples by client and class.",
 }
+
+
+def _caption(kind: str, group: Group) -> str:
+    metric, model = group.metric, WHICH[group.criterion.model]
+    worst, best, side = "lowest", "highest", "right"
+    if not metric.higher_is_better:
+        worst, best, side = best, worst, "left"
+    words = {"worst": worst, "best": best, "side": side, "score": metric.title, "model": model}
+    return CAPTIONS[kind].format(**words)
 
 
 def group_name(group: Group) -> str:
@@ -60,7 +76,7 @@ def group_name(group: Group) -> str:
     parts = [group.source, *([group.data] if group.data else []), *group.kind]
     if group.alpha is not None:
         parts.append(f"alpha-{group.alpha:g}")
-    return "-".join(parts).replace(" ", "-")
+    return re.sub(r"[^\w.+-]+", "-", "-".join(parts))
 
 
 def group_names(groups: Sequence[Group]) -> list[str]:
@@ -76,7 +92,9 @@ def group_table(group: Group) -> Table:
         _title(group),
         list(_notes(group)),
         group.criterion.model,
-        {r.label: printed(group.source, group.alpha, r.label) for r in group.results},
+        {r.label: printed(group.source, group.alpha, r.label) for r in group.results}
+        if group.metric == ACCURACY
+        else None,
         group.validated,
     )
 
@@ -89,6 +107,8 @@ def _notes(group: Group) -> Iterator[str]:
     batch = "all samples" if train.batch_size is None else f"{train.batch_size}"
     yield (f"Protocol {group.config.protocol}: {work} per round, batch {batch}, {train.rounds} "
            f"rounds; the table is about {WHICH[primary]}.")  # fmt: skip
+    if varied := list(swept(group.config)):
+        yield f"Also chosen for every method: {', '.join(varied)}. The line above is of one run."
     seeds = sorted({int(birth["seed"]) for birth in group.births})
     how = "Without validation data: every method after its last round, on test data."
     how = "Chosen on validation data, reported on test data." if group.validated else how
@@ -122,7 +142,7 @@ def _title(group: Group) -> str:
     parts = [group.dataset, f"{group.config.data.clients} clients"]
     if group.alpha is not None:
         parts.append(f"Dirichlet {group.alpha:g}")
-    parts.append(group.model)
+    parts += [group.model, *group.varied]
     if group.deployed is not None:
         parts.append(f"deployed on {group.deployed.where}")
     return ", ".join(parts)
@@ -141,22 +161,23 @@ def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[T
             png, pdf = save(figure, out, f"{kind}-{name}")
             drawn += [png, pdf]
             # The page links only the PNG: results are often published without the PDFs.
-            caption = CAPTIONS[kind].format(model=WHICH[group.criterion.model])
-            shown.append(PageFigure(svg(figure), caption, png.name))
+            shown.append(PageFigure(svg(figure), _caption(kind, group), png.name))
         sections.append(_section(group, name, table, shown))
     with_tables = list(zip(groups, tables, strict=True))
     texts |= {"clients.csv": clients_csv(groups), **overview_files(with_tables)}
     sections = [*_overviews(with_tables), *sections]
-    for name, head, found in (
-        ("claims", "Claims of the paper", claims_table(groups)),
-        ("compared_with_fedavg", "Compared with FedAvg", compared_with_fedavg(groups)),
+    for name, found in (
+        ("claims", claims_table(groups)),
+        ("compared_with_fedavg", compared_with_fedavg(groups)),
     ):
         if found is not None:
             texts[f"{name}.md"] = render(found, "markdown")
-            sections.append(Section(head, name, "", found))
+            sections.append(Section(found.title, name, "", found))
     runs = sum(len(group.births) for group in groups)
     subtitle = f"{runs} runs on {len(groups)} federation{'s' if len(groups) != 1 else ''}"
-    index = render_page(title, subtitle, sections, _provenance(groups))
+    scores = list(dict.fromkeys(group.metric for group in groups))
+    origin, summary = _provenance(groups), summarise(groups)
+    index = render_page(title, subtitle, sections, origin, summary, scores)
     for file, content in {**texts, "index.html": index}.items():
         write_text(out / file, content)
     return tables, [*(out / file for file in texts), *drawn, out / "index.html"]
@@ -166,31 +187,42 @@ def _overviews(with_tables: WithTables) -> Iterable[Section]:
     """Sections over several federations, before those of single ones."""
     seen: list[str] = []
     for table in overviews(with_tables):
-        title = table.title.partition(":")[0]
-        title = table.title if title in seen else title  # the same for another model
-        seen.append(title)
-        anchor = "".join(c if c.isascii() and c.isalnum() else "-" for c in title)
-        yield Section(title, f"all-{anchor}", "", table)
+        short = table.title.partition(":")[0]
+        name = table.title if short in seen else short  # the same for another model
+        seen.append(name)
+        anchor = "".join(c if c.isascii() and c.isalnum() else "-" for c in name)
+        yield Section(table.title, f"all-{anchor}", "", table)
 
 
 def _figures(group: Group) -> Iterable[tuple[str, Any]]:
-    primary = group.criterion.model
-    alive = [r for r in group.results if r.at is not None]
+    special = group.passport.get("special") or ()
+    yield from result_figures(group.trials, group.results, group.criterion.model, special)
+    if group.federation is not None:
+        counts = np.array(group.federation["class_counts"])
+        yield "partition", partition_figure(group.dataset, counts, group.federation)
+
+
+def result_figures(
+    trials: Sequence[Trial], results: Sequence[Result], primary: str, special: Sequence[int] = ()
+) -> Iterable[tuple[str, Figure]]:
+    """Names and figures of the methods on one federation; `special`: clients that are different by
+    nature."""
+    alive = [r for r in results if r.at is not None]
     if alive:
         yield "client_accuracies", accuracy_figure(alive, primary)
         spread = [r.trial.summary.last[r.reported(primary)][1] for r in alive]
         if np.isfinite(spread).all():  # several clients
-            yield "front", front_figure(group.trials, alive, primary)
+            yield "front", front_figure(trials, alive, primary)
         yield "curves", curves_figure(alive, primary)
         differences = fedavg_figure(alive)
         if differences is not None:
             yield "compared_with_fedavg", differences
+    gains = who_gains_figure(alive, primary, special)
+    if gains is not None:
+        yield "who_gains", gains
     weighted = [r for r in alive if r.trial.method.uses_losses]
     if weighted:
         yield "weights", weights_figure(weighted[0])
-    if group.federation is not None:
-        counts = np.array(group.federation["class_counts"])
-        yield "partition", partition_figure(group.dataset, counts, group.federation)
 
 
 def _section(group: Group, name: str, table: Table, figures: Sequence[PageFigure]) -> Section:
@@ -202,7 +234,7 @@ def _section(group: Group, name: str, table: Table, figures: Sequence[PageFigure
     return Section(
         ", ".join(parts) + (f" ({again})" if again else ""),
         name,
-        table.title,
+        "",
         table,
         figures,
         {
@@ -233,10 +265,14 @@ def _provenance(groups: Sequence[Group]) -> dict[str, str]:
 # --- figures -------------------------------------------------------------------------------------
 def accuracy_figure(results: Sequence[Result], model: str = "global") -> Figure:
     """Test accuracy from the worst to the best served client, a panel per method."""
-    found = {r.label: r.seed_accuracy(r.reported(model)) for r in results}
-    return figures.client_accuracies(
-        found, f"test accuracy on the client (%), {about(results, model)}"
-    )
+    found = {r.label: r.seed_scores(r.reported(model)) for r in results}
+    metric = results[0].trial.metric
+    label = f"test {metric.title} on the client{_percent(metric)}, {about(results, model)}"
+    return figures.client_accuracies(found, label, metric)
+
+
+def _percent(metric: Metric) -> str:
+    return " (%)" if metric.factor == 100 else ""
 
 
 def front_figure(
@@ -253,33 +289,51 @@ def front_figure(
             variance = mean_and_standard_error(f.variance_over_clients for f in found)
             errors = mean.standard_error, variance.standard_error
             points.append(Point(result.label, mean.value, variance.value, True, *errors))
-    return figures.front(points, noise_floor(results, model), about(results, model))
+    metric = results[0].trial.metric
+    return figures.front(points, noise_floor(results, model), about(results, model), metric)
 
 
 def curves_figure(results: Sequence[Result], model: str = "global") -> Figure:
     """Mean test accuracy over clients by round, with the range over seeds."""
-    rounds = results[0].trial.histories[0].evaluated.numpy()
+    rounds, metric = results[0].trial.histories[0].evaluated.numpy(), results[0].trial.metric
     mean, low, high = {}, {}, {}
     for result in results:
-        by_seed = 100 * mean_and_variance(result.trial.accuracy(result.reported(model)))[0]
+        scores = result.trial.scores(result.reported(model))
+        by_seed = metric.factor * mean_and_variance(scores)[0]
         mean[result.label] = by_seed.mean(0)
         low[result.label], high[result.label] = by_seed.min(0), by_seed.max(0)
-    label = f"mean test accuracy over clients (%),\n{about(results, model)}"
+    label = f"mean test {metric.title} over clients{_percent(metric)},\n{about(results, model)}"
     return figures.learning_curves(rounds, mean, low, high, label)
+
+
+def who_gains_figure(
+    results: Sequence[Result], model: str, special: Sequence[int]
+) -> Figure | None:
+    """Who gains and who pays; None unless some clients are different by nature."""
+    found = {r.label: r.seed_scores(r.reported(model)).mean(0) for r in results}
+    baseline = found.pop(BASELINE, None)
+    if baseline is None or not found or not special:
+        return None
+    return figures.who_gains(baseline, found, special)
 
 
 def fedavg_figure(results: Sequence[Result]) -> Figure | None:
     """Every method − FedAvg, late; None if there is nothing to draw."""
-    found = late_differences(results)
+    found, score = late_differences(results), results[0].trial.metric
+    in_percent, factor = score.factor == 100, score.factor
+    names = {
+        "accuracy": (score.title, "points" if in_percent else score.title),
+        "variance": ("variance", f"variance {'× 100' if in_percent else score.in_variances}"),
+    }
     panels, units = {}, {}
     for model in NAMES:
         pairs = {label: pair for (label, seen), pair in found.items() if seen == model}
         if not pairs:
             continue
-        for metric, unit in (("accuracy", "points"), ("variance", "variance × 100")):
-            title = f"{NAMES[model]}, {metric}"
+        for metric, (name, unit) in names.items():
+            title = f"{NAMES[model]}, {name}"
             values = {label: getattr(pair, metric) for label, pair in pairs.items()}
-            panels[title] = {k: (100 * d.value, 100 * d.low, 100 * d.high)
+            panels[title] = {k: (factor * d.value, factor * d.low, factor * d.high)
                              for k, d in values.items()}  # fmt: skip
             units[title] = unit
     return figures.differences(panels, units) if found else None

@@ -25,9 +25,10 @@ from fairvar.errors import BadInput
 from fairvar.metrics import DEFINITIONS
 from fairvar.report.style import style_of
 from fairvar.report.table import Cell, Column, Estimate, Table, parts
+from fairvar.scores import ACCURACY, Metric
 
 # ids that the template uses; an empty one is not allowed
-RESERVED = {"how-to-read", "provenance", "top", "tip", "heard", ""}
+RESERVED = {"in-short", "how-to-read", "provenance", "top", "tip", "heard", ""}
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,24 @@ class Section:
 
 
 def render_page(
-    title: str, subtitle: str, sections: Sequence[Section], facts: Mapping[str, str] | None = None
+    title: str,
+    subtitle: str,
+    sections: Sequence[Section],
+    facts: Mapping[str, str] | None = None,
+    summary: Mapping[str, Sequence[str]] | None = None,
+    scores: Sequence[Metric] = (ACCURACY,),
 ) -> str:
-    """The whole file. `facts` are the provenance of the page: versions, device, seeds, time."""
+    """The whole file. `facts` are the provenance of the page: versions, device, seeds, time;
+    `summary` the sentences on top, by what they are about; `scores`: by what clients are scored in
+    the tables."""
     return _template().render(
         title=title,
         subtitle=subtitle,
+        summary=summary or {},
         sections=list(zip(_ids(sections), sections, strict=True)),
         facts=facts or {},
         definitions=DEFINITIONS,
+        scores=scores,
         policy=_policy(),
         style=Markup(_asset("page.css")),  # noqa: S704  (our own files)
         script=Markup(_asset("page.js")),  # noqa: S704
@@ -94,7 +104,8 @@ def _template() -> Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"subscripts": _subscripts, "in_rows": _in_rows, "cells": _table}
+    environment.filters |= {"subscripts": _subscripts, "in_rows": _in_rows, "cells": _table,
+                            "minus": minus}  # fmt: skip
     return environment.from_string(_asset("page.html"))
 
 
@@ -102,6 +113,11 @@ def _printable(value: Any) -> Any:
     if isinstance(value, str) and not isinstance(value, Markup):
         return _NO_TEXT.sub("\ufffd", value)
     return value
+
+
+def minus(text: str) -> str:
+    """With the sign that is as wide as a plus, where a hyphen stands before a number."""
+    return re.sub(r"(?<![\w.])-(?=[\d.])", "−", text)
 
 
 def _subscripts(text: str) -> Markup:
@@ -128,14 +144,14 @@ def _policy() -> str:
 
 # --- figures -------------------------------------------------------------------------------------
 ENLARGED = 1.25 * 96 / 72  # pixels per point: letters of 8 points are for paper, too small here
-WIDE, TALL = 600, 530  # pixels; on a phone a wide figure is shrunk less
+WIDE, TALL = 820, 530  # pixels
 _VIEW_BOX = re.compile(r'<svg[^>]* viewBox="0 0 ([0-9.]+) ([0-9.]+)"')
 
 
 def _in_rows(figures: Sequence[PageFigure]) -> list[list[dict[str, Any]]]:
-    """Tall figures have many panels and need the whole width; the others share rows."""
+    """Large figures have many panels and need the whole width; the others share rows."""
     shown = [_figure(figure) for figure in figures]
-    rows = [[f] for f in shown if f["tall"]] + [[f for f in shown if not f["tall"]]]
+    rows = [[f] for f in shown if f["large"]] + [[f for f in shown if not f["large"]]]
     return [row for row in rows if row]
 
 
@@ -149,8 +165,7 @@ def _figure(figure: PageFigure) -> dict[str, Any]:
         "caption": figure.caption,
         "width": f"{width:.0f}",
         "height": f"{height:.0f}",
-        "wide": width > WIDE,
-        "tall": height > TALL,
+        "large": width > WIDE or height > TALL,
         "file": figure.file,
         "href": quote(figure.file, errors="replace"),
     }
@@ -183,6 +198,9 @@ def definition(column: Column) -> str:
     return column.definition or formula or column.header
 
 
+LONG = 45  # characters; longer text takes several lines
+
+
 def _cells(table: Table, column: Column) -> Iterator[dict[str, Any]]:
     """Only a finite number and a word have a `value`; cells without one are sorted last."""
     cells = table.cells(column)
@@ -191,7 +209,8 @@ def _cells(table: Table, column: Column) -> Iterator[dict[str, Any]]:
     for row, cell, (number, error) in zip(table.rows, cells, pairs, strict=True):
         shown: dict[str, Any] = {"number": number.strip(), "title": None, "value": None}
         if table.is_text(column):
-            yield shown | {"value": cell if isinstance(cell, str) else None}
+            long = len(number) > LONG
+            yield shown | {"value": cell if isinstance(cell, str) else None, "long": long}
             continue
         finite = isinstance(cell, Estimate) and not cell.diverged
         yield shown | {

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int64
 from fairvar import rng
 from fairvar.errors import BadInput
 from fairvar.metrics import binomial_noise
+from fairvar.scores import ACCURACY, Metric
 
 
 class Difference(NamedTuple):
@@ -31,14 +32,16 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Paired:
-    """A against B. Accuracies as fractions, variances over clients as fraction²."""
+    """A against B. Accuracies as fractions, variances over clients as fraction²; other scores in
+    their own unit, without a corrected variance."""
 
-    accuracy: Difference
+    accuracy: Difference  # of the mean score
     variance: Difference
     corrected_variance: Difference
     by_client: Float[np.ndarray, " n"]  # mean of A − B; NaN where not measured
     standard_error_by_client: Float[np.ndarray, " n"]  # over seeds; NaN for a single seed
     worst_10_percent: Difference | None = None  # None for an average over rounds
+    metric: Metric = ACCURACY
 
     @property
     def over_rounds(self) -> bool:
@@ -47,12 +50,14 @@ class Paired:
     @property
     def gaining(self) -> list[int]:
         """Clients better off under A, most first."""
-        return [int(i) for i in np.argsort(-self.by_client) if self.by_client[i] > 0]
+        gain = self.metric.sign * self.by_client
+        return [int(i) for i in np.argsort(-gain) if gain[i] > 0]
 
     @property
     def paying(self) -> list[int]:
         """Clients worse off under A, most first."""
-        return [int(i) for i in np.argsort(self.by_client) if self.by_client[i] < 0]
+        gain = self.metric.sign * self.by_client
+        return [int(i) for i in np.argsort(gain) if gain[i] < 0]
 
 
 def compare(
@@ -61,8 +66,9 @@ def compare(
     samples: Int64[np.ndarray, " n"],
     resamples: int = 2000,
     seed: int = 0,
+    metric: Metric = ACCURACY,
 ) -> Paired:
-    """Accuracies by (seed, client) of two methods; the same seeds and clients in the same order.
+    """Scores by (seed, client) of two methods; the same seeds and clients in the same order.
 
     Intervals by bootstrap: seeds and clients are drawn with replacement, the same draw for both.
     With several rounds, by (round, seed, client), each number is made in every round, then averaged
@@ -78,7 +84,7 @@ def compare(
     turns = _counts(rows[:, :, 0], seeds) / seeds
 
     def differ(times: Float[np.ndarray, "draws n"]) -> Float[np.ndarray, "3 draws seeds"]:
-        one, other = (np.stack(_over_rounds(v, n, times)) for v in (p, q))
+        one, other = (np.stack(_over_rounds(v, n, times, metric)) for v in (p, q))
         return one - other
 
     drawn = (turns * differ(times)).sum(2)
@@ -90,10 +96,12 @@ def compare(
         error[measured] = by_seed.std(0, ddof=1) / np.sqrt(seeds)
     worst = None
     if a.ndim == 2:
-        tenths = [_worst(p[0][draw]) - _worst(q[0][draw]) for draw in ((None,), (rows, columns))]
+        sign = metric.sign  # the worst are the highest where lower is better
+        tenths = [sign * (_worst(sign * p[0][draw]) - _worst(sign * q[0][draw]))
+                  for draw in ((None,), (rows, columns))]  # fmt: skip
         (worst,) = _differences(tenths[0], tenths[1][None])
     accuracy, variance, corrected = _differences(seen, drawn)
-    return Paired(accuracy, variance, corrected, change, error, worst)
+    return Paired(accuracy, variance, corrected, change, error, worst, metric)
 
 
 def _measured(
@@ -134,6 +142,7 @@ def _over_rounds(
     p: Float[np.ndarray, "rounds seeds n"],
     samples: Int64[np.ndarray, " n"],
     times: Float[np.ndarray, "draws n"],
+    metric: Metric,
 ) -> list[Float[np.ndarray, "draws seeds"]]:
     """Mean, variance and corrected variance over clients, averaged over rounds."""
     rounds, seeds, n = p.shape
@@ -145,11 +154,11 @@ def _over_rounds(
     centre = p.mean()  # so that the difference of squares loses no digits
     average = mean(p - centre)
     variance = (mean((p - centre) ** 2) - average**2) * n / (n - 1)
-    noise = mean(binomial_noise(p, samples))
+    noise = mean(binomial_noise(p, samples)) if metric.has_noise_floor else np.nan
     return [v.mean(1) for v in (average + centre, variance, variance - noise)]
 
 
 def _worst(p: Float[np.ndarray, "draws seeds n"]) -> Float[np.ndarray, " draws"]:
-    """Mean accuracy of the worst tenth of the clients, averaged over seeds."""
+    """Mean of the lowest tenth of the clients, averaged over seeds."""
     tenth = -(-p.shape[2] // 10)
     return np.partition(p, tenth - 1, axis=2)[:, :, :tenth].mean((1, 2))

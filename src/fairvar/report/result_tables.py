@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
 
 from fairvar.metrics import Fairness, variance_in_units
-from fairvar.report.compare import WHICH, paired
+from fairvar.report.compare import WHICH, paired, uncorrected
 from fairvar.report.paired import Paired
 from fairvar.report.table import (
     DIVERGED,
     UNDEFINED,
     Cell,
     Column,
+    Estimate,
     Row,
     Table,
     csv_rows,
@@ -25,6 +26,7 @@ from fairvar.report.table import (
     write_csv,
 )
 from fairvar.runs.trials import Group, Result
+from fairvar.scores import ACCURACY, Metric
 
 
 def _key(primary: str, model: str) -> str:
@@ -32,37 +34,44 @@ def _key(primary: str, model: str) -> str:
     return "other" if {primary, model} == {"global", "local"} else model
 
 
-def result_columns(primary: str, validation: bool = True) -> tuple[Column, ...]:
+def result_columns(
+    primary: str, validation: bool = True, metric: Metric = ACCURACY
+) -> tuple[Column, ...]:
     """Columns for the model that the protocol evaluates, then two for each other model."""
+    name, title, counts = metric.name, metric.title, metric.has_noise_floor
+    worst = "" if counts else f" (the {'lowest' if metric.higher_is_better else 'highest'})"
+    squares = "variance_over_clients" if metric.factor == 100 else ""  # defined as fraction²
+    better = "" if counts else f"; {'higher' if metric.higher_is_better else 'lower'} is better"
     others = []
     for model in sorted(WHICH, key=lambda model: _key(primary, model) != "other"):
         key, of = _key(primary, model), WHICH[model]
         others += [
-            Column(f"{key}_accuracy", f"{model} acc. %", 2, f"test accuracy of {of}", "mean"),
+            Column(f"{key}_{name}", f"{model} {metric.short}{metric.unit}", 2,
+                   f"test {title} of {of}", "mean"),
             Column(f"{key}_variance", f"{model} var.", 3, f"variance over clients for {of}",
-                   "variance_over_clients"),
+                   squares),
         ]  # fmt: skip
     return (
-        Column("accuracy", "accuracy %", 2, f"mean over clients, test data, of {WHICH[primary]}",
-               "mean"),
-        Column("variance", "variance ×100", 3,
-               "sample variance over clients (ddof 1) of that accuracy, fraction² × 100",
-               "variance_over_clients"),
+        Column(name, f"{title}{metric.unit}", 2,
+               f"mean over clients, test data, of {WHICH[primary]}{better}", "mean"),
+        Column("variance", f"variance{metric.squared}", 3,
+               f"sample variance over clients (ddof 1) of that {title}, {metric.in_variances}",
+               squares),
         Column("noise_floor", "noise floor", 3, "what finite test sets add by chance",
                "noise_floor"),
         Column("corrected", "corrected", 3, "the variance less its noise floor",
                "corrected_variance"),
         Column("interval", "95 % interval", 3,
-               "bootstrap interval over clients of the corrected variance, mean over seeds",
-               "corrected_variance_interval"),
-        Column("worst", "worst 10 %", 2, "mean accuracy of the worst tenth of the clients",
-               "worst_10_percent"),
+               f"bootstrap interval over clients of the {'corrected ' * counts}variance, mean over "
+               "seeds", "corrected_variance_interval" if counts else "variance_interval"),
+        Column("worst", "worst 10 %", 2, f"mean {title} of the worst tenth of the clients{worst}",
+               "worst_10_percent" if counts else ""),
         *others,
-        Column("window_accuracy", "window acc. %", 2,
-               "the accuracy averaged over the evaluated rounds around the chosen one, a quarter "
+        Column(f"window_{name}", f"window {metric.short}{metric.unit}", 2,
+               f"the {title} averaged over the evaluated rounds around the chosen one, a quarter "
                "of the run: shows whether the chosen round was lucky", "mean"),
         Column("window_variance", "window var.", 3, "the variance, averaged in the same way",
-               "variance_over_clients"),
+               squares),
         Column("paper_accuracy", "paper acc. %", 2, "the accuracy that the paper prints"),
         Column("paper_variance", "paper var.", 2, "the variance that the paper prints"),
         Column("seeds", "seeds", 0, "runs behind the chosen configuration"),
@@ -92,58 +101,100 @@ def result_table(
     `paper`: what the paper prints, by label. `validation`: whether there were validation data to
     choose by."""
     marks = _marks(results, primary)
+    metric = results[0].trial.metric if results else ACCURACY
     rows = [_row(r, primary, (paper or {}).get(r.label, {}), marks) for r in results]
     used = {key for row in rows for key in row.cells}
-    columns = [column for column in result_columns(primary, validation) if column.key in used]
+    known = result_columns(primary, validation, metric)
+    columns = [column for column in known if column.key in used]
     if any(cell == UNDEFINED for row in rows for cell in row.cells.values()):
         notes = [*notes, WHEN_UNDEFINED]
-    return Table(title, columns, rows, notes)
+    if metric.factor != 100:
+        columns = [replace(c, digits=_digits(row.cells.get(c.key) for row in rows))
+                   for c in columns]  # fmt: skip
+    return Table(title, columns, rows, [*notes, *_score_notes(results, primary, metric)])
+
+
+def _digits(cells: Iterable[Cell]) -> int:
+    """After the decimal point, so that the largest number has four significant ones."""
+    known = [abs(cell.value) for cell in cells if isinstance(cell, Estimate) and not cell.diverged]
+    largest = max(known, default=0.0)
+    return int(np.clip(3 - np.floor(np.log10(largest)), 0, 9)) if largest > 0 else 2
+
+
+def _score_notes(results: Sequence[Result], primary: str, metric: Metric) -> Iterator[str]:
+    """What to know about a score that is not the accuracy."""
+    if metric == ACCURACY:
+        return
+    yield uncorrected(metric)
+    away = 0
+    for result in (r for r in results if r.at is not None):
+        scores = result.seed_scores(result.reported(primary))[:, result.samples() > 0]
+        away = max(away, int(np.isnan(scores).sum(1).max()))
+    if away:
+        yield (f"Up to {away} clients with test samples have no {metric.title}: it is not defined "
+               "for their samples, or they did not answer. They are left out.")  # fmt: skip
 
 
 def shorten(table: Table, explain: bool) -> Table:
     """The columns that fit a terminal, with or without their definitions below."""
-    kept = [c if explain else replace(c, definition="") for c in table.columns if c.key in SHORT]
-    rows = [Row(r.label, {k: v for k, v in r.cells.items() if k in SHORT}) for r in table.rows]
+    score = table.columns[0].key
+    short = {key.replace("accuracy", score) for key in SHORT}
+    kept = [c if explain else replace(c, definition="") for c in table.columns if c.key in short]
+    rows = [Row(r.label, {k: v for k, v in r.cells.items() if k in short}) for r in table.rows]
     return Table(table.title, kept, rows, table.notes)
 
 
 def _row(result: Result, primary: str, paper: Mapping[str, Cell], marks: Mapping[str, str]) -> Row:
+    metric = result.trial.metric
+    name, factor = metric.name, metric.factor
     cells: dict[str, Any] = {"tried": str(result.configurations), **paper}
     if result.at is None:
-        return Row(result.label, {**cells, "accuracy": DIVERGED, "chosen": "all diverged"})
+        return Row(result.label, {**cells, name: DIVERGED, "chosen": "all diverged"})
     model = result.reported(primary)
     main = result.trial.test(model, result.at)
-    accuracy, variance = result.window(model)
+    score, variance = result.window(model)
     ahead = {key for key, label in marks.items() if label == result.label}
+
+    def squares(values: Iterable[float], marked: bool = False) -> Cell:
+        return over_seeds((metric_variance(v, metric) for v in values), marked)
+
     for other in (m for m in result.trial.models if m != model):
         key, others = _key(primary, other), result.trial.test(other, result.at)
-        cells[f"{key}_accuracy"] = over_seeds(100 * f.mean for f in others)
-        cells[f"{key}_variance"] = _x100(f.variance_over_clients for f in others)
+        cells[f"{key}_{name}"] = over_seeds(factor * f.mean for f in others)
+        cells[f"{key}_variance"] = squares(f.variance_over_clients for f in others)
+    counts = metric.has_noise_floor  # otherwise a dash
     return Row(
         result.label,
         {
             **cells,
-            "accuracy": over_seeds((100 * f.mean for f in main), "accuracy" in ahead),
-            "variance": _x100((f.variance_over_clients for f in main), "variance" in ahead),
-            "noise_floor": _x100(f.noise_floor for f in main),
-            "corrected": _x100((f.corrected_variance for f in main), "corrected" in ahead),
-            "interval": _interval(main),
-            "worst": over_seeds(100 * f.worst_10_percent for f in main),
-            "window_accuracy": over_seeds(100 * a for a in accuracy),
-            "window_variance": _x100(variance),
+            name: over_seeds((factor * f.mean for f in main), "accuracy" in ahead),
+            "variance": squares((f.variance_over_clients for f in main), "variance" in ahead),
+            "noise_floor": squares(f.noise_floor for f in main) if counts else None,
+            "corrected": squares((f.corrected_variance for f in main), "corrected" in ahead)
+            if counts
+            else None,
+            "interval": _interval(main, metric),
+            "worst": over_seeds(factor * f.worst_10_percent for f in main),
+            f"window_{name}": over_seeds(factor * a for a in score),
+            "window_variance": squares(variance),
             "seeds": str(len(result.trial.histories)),
             "chosen": result.trial.describe(result.at),
         },
     )
 
 
-def _x100(values: Iterable[float], marked: bool = False) -> Cell:
-    return over_seeds((variance_in_units(v, "x100") for v in values), marked)
+def metric_variance(value: float, metric: Metric) -> float:
+    """As tables and figures show it: ×100 for scores in percent."""
+    return variance_in_units(value, "x100" if metric.factor == 100 else "fraction")
 
 
-def _interval(seeds: Sequence[Fairness]) -> str:
-    low, high = np.mean([f.corrected_variance_interval for f in seeds], axis=0) * 100
-    return f"{low:.3f} to {high:.3f}" if np.isfinite([low, high]).all() else UNDEFINED
+def _interval(seeds: Sequence[Fairness], metric: Metric) -> str:
+    """Of the corrected variance, or of the variance where there is no correction."""
+    corrected = metric.has_noise_floor
+    low, high = np.mean([f.corrected_variance_interval if corrected else f.variance_interval
+                         for f in seeds], axis=0) * metric.factor  # fmt: skip
+    form = ".3f" if metric.factor == 100 else ".4g"
+    return f"{low:{form}} to {high:{form}}" if np.isfinite([low, high]).all() else UNDEFINED
 
 
 def _marks(results: Sequence[Result], primary: str) -> dict[str, str]:
@@ -165,7 +216,8 @@ def _ahead(d: Paired | None) -> set[str]:
     """The columns in which the first of two is clearly better; none if they cannot be compared."""
     if d is None:
         return set()
-    won = {"accuracy": d.accuracy.low > 0, "variance": d.variance.high < 0,
+    better = d.accuracy.low > 0 if d.metric.higher_is_better else d.accuracy.high < 0
+    won = {"accuracy": better, "variance": d.variance.high < 0,
            "corrected": d.corrected_variance.high < 0}  # fmt: skip
     return {key for key, better in won.items() if better}
 
@@ -178,14 +230,18 @@ def noise_floor(results: Sequence[Result], model: str = "global") -> float:
 
 
 # --- several federations -------------------------------------------------------------------------
-SHOWN = (
-    Column("accuracy", "acc. %", 2, "mean over clients on test data ± standard error over seeds",
-           "mean"),
-    Column("variance", "var. ×100", 3, "sample variance over clients, fraction² × 100",
-           "variance_over_clients"),
-    Column("corrected", "corr.", 3, "the variance less what finite test sets add by chance",
-           "corrected_variance"),
-)  # fmt: skip
+def _shown(metric: Metric) -> tuple[Column, ...]:
+    squares = "variance_over_clients" if metric.factor == 100 else ""
+    return (
+        Column(metric.name, f"{metric.short}{metric.unit}", 2,
+               "mean over clients on test data ± standard error over seeds", "mean"),
+        Column("variance", f"var.{metric.squared}", 3,
+               f"sample variance over clients, {metric.in_variances}", squares),
+        Column("corrected", "corr.", 3, "the variance less what finite test sets add by chance",
+               "corrected_variance"),
+    )  # fmt: skip
+
+
 WithTables = Sequence[tuple[Group, Table]]  # every group with its result table
 
 
@@ -193,7 +249,7 @@ def overviews(groups: WithTables) -> list[Table]:
     """A table for every data set, protocol and model that has several federations."""
     kinds: dict[tuple[str, ...], list[tuple[Group, Table]]] = {}
     for group, table in groups:
-        kind = (group.dataset, *group.kind, group.criterion.model)
+        kind = (group.dataset, *group.kind, group.criterion.model, group.metric.name)
         kinds.setdefault(kind, []).append((group, table))
     return [_overview(members) for members in kinds.values() if len(members) > 1]
 
@@ -206,18 +262,21 @@ def _overview(members: WithTables) -> Table:
     for place, (group, table) in enumerate(members):
         unique = group.alpha is not None and alphas.count(group.alpha) == 1
         name = f"α {group.alpha:g}" if unique else f"federation {place + 1}"
-        for column in SHOWN:
+        digits = {column.key: column.digits for column in table.columns}
+        for column in _shown(first.metric):
             key, header = f"{column.key}-{place}", f"{name}: {column.header}"
-            columns.append(replace(column, key=key, header=header, definition=""))
+            own = digits.get(column.key, column.digits)
+            columns.append(replace(column, key=key, header=header, definition="", digits=own))
             for row in table.rows:
                 cells.setdefault(row.label, {})[key] = row.cells.get(column.key)
     runs = sum(len(group.births) for group, _ in members)
     return Table(
         f"{first.dataset}, {'deployed, ' * ('deployed' in first.kind)}protocol "
-        f"{first.config.protocol}: {WHICH[first.criterion.model]}",
+        f"{first.config.protocol}: {WHICH[first.criterion.model]}"
+        + f", {first.metric.title}" * (first.metric != ACCURACY),
         columns,
         [Row(label, found) for label, found in cells.items()],
-        [*(f"{column.header}: {column.definition}" for column in SHOWN),
+        [*(f"{column.header}: {column.definition}" for column in _shown(first.metric)),
          f"{runs} runs. Bold: ahead of every other method by more than the paired 95 % interval."],
     )  # fmt: skip
 
@@ -255,14 +314,23 @@ HEAD = ("dataset", "protocol", "alpha", "method", "chosen", "seed", "client", "t
 
 
 def clients_csv(groups: Sequence[Group]) -> str:
-    """Every client's test accuracy at the chosen round as an exact count of right answers."""
+    """Every client's test accuracy at the chosen round as an exact count of right answers, and its
+    score by another metric with all digits."""
     known = {model for group in groups for r in group.results for model in r.trial.models}
     models = ["global", "local", *["personal"] * ("personal" in known)]
-    head = (*HEAD, *(f"right_{model}" for model in models))
-    return write_csv(chain([head], *(_rows(group, models) for group in groups)))
+    counts = ["right"] * any(_has_labels(group) for group in groups)
+    others = [group.metric.name for group in groups if group.metric != ACCURACY]
+    columns = list(product([*counts, *dict.fromkeys(others)], models))
+    head = (*HEAD, *(f"{quantity}_{model}" for quantity, model in columns))
+    return write_csv(chain([head], *(_rows(group, columns) for group in groups)))
 
 
-def _rows(group: Group, models: Sequence[str]) -> Iterator[tuple[object, ...]]:
+def _has_labels(group: Group) -> bool:
+    alive = [r.trial for r in group.results if r.at is not None]
+    return group.metric == ACCURACY or any(trial.histories[0].accuracy for trial in alive)
+
+
+def _rows(group: Group, columns: Sequence[tuple[str, str]]) -> Iterator[tuple[object, ...]]:
     for result in group.results:
         if result.at is None:
             continue
@@ -270,16 +338,19 @@ def _rows(group: Group, models: Sequence[str]) -> Iterator[tuple[object, ...]]:
         chosen, samples = result.trial.describe(result.at), result.samples()
         for seed, history in zip(result.trial.seeds, result.trial.histories, strict=True):
             nothing = np.full(len(samples), np.nan)  # of a model that was not measured
+            kinds = {"right": history.accuracy, group.metric.name: history.score}
             tables = [
-                history.accuracy["test", model][result.at].numpy()
-                if ("test", model) in history.accuracy else nothing
-                for model in models
+                (quantity, kinds[quantity]["test", model][result.at].numpy())
+                if ("test", model) in kinds.get(quantity, {}) else (quantity, nothing)
+                for quantity, model in columns
             ]  # fmt: skip
             for client, count in enumerate(samples.tolist()):
-                right = (_count(table[client], count) for table in tables)
-                yield (*about, chosen, seed, client, count, *right)
+                cells = (_cell(quantity, table[client], count) for quantity, table in tables)
+                yield (*about, chosen, seed, client, count, *cells)
 
 
-def _count(accuracy: float, samples: int) -> int | str:
-    """Empty for a client without test samples, or that did not take part."""
-    return "" if accuracy != accuracy else round(float(accuracy) * samples)
+def _cell(quantity: str, value: float, samples: int) -> int | str:
+    """Empty for a client without test samples, that did not take part, or without a score."""
+    if value != value:
+        return ""
+    return round(float(value) * samples) if quantity == "right" else repr(float(value))

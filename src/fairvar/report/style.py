@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 from fairvar import metrics
 from fairvar.errors import BadInput
-from fairvar.metrics import Floats as Floats
+from fairvar.scores import Floats as Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes

@@ -171,7 +171,8 @@ def _two_lines(number: str, error: str) -> str:
     return number.rjust(wide) + (f"\n{'± ' + error:>{wide}}" if error.strip() else "")
 
 
-def _lines(table: Table, column: Column) -> list[str]:
+def texts_of(table: Table, column: Column) -> list[str]:
+    """The cells of a column as text."""
     return [_line(*pair) for pair in parts(table.cells(column), column.digits)]
 
 
@@ -211,7 +212,7 @@ def _grid(table: Table, write: Callable[[str, str], str], fold: bool) -> RichTab
     grid = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     grid.add_column("", no_wrap=True, min_width=_widest([row.label for row in table.rows]))
     columns: list[list[RenderableType]] = [[Text(row.label) for row in table.rows]]
-    words = {c.key: [line.strip() for line in _lines(table, c)]
+    words = {c.key: [line.strip() for line in texts_of(table, c)]
              for c in table.columns if table.is_text(c)}  # fmt: skip
     widest = max(words, key=lambda key: _widest(words[key]), default=None)
     for column in table.columns:
@@ -275,7 +276,7 @@ def to_markdown(table: Table) -> str:
     """GitHub's Markdown, readable as plain text too."""
     columns = [["", *(_md(row.label) for row in table.rows)]]
     for column in table.columns:
-        texts = [_md(line) for line in _lines(table, column)]
+        texts = [_md(line) for line in texts_of(table, column)]
         cells = zip(texts, table.cells(column), strict=True)
         bold = [f"**{text.strip()}**" if _marked(cell) else text for text, cell in cells]
         columns.append(

@@ -29,14 +29,26 @@ from safetensors.numpy import save
 
 from fairvar.data.readers import tar_files
 from fairvar.errors import IntegrityError, RunFailed
-from fairvar.files import MOST_ARCHIVE, digest, open_regular, write_bytes
+from fairvar.files import (
+    MOST_ARCHIVE,
+    Number,
+    Record,
+    Sha256,
+    check,
+    checksums,
+    digest,
+    open_regular,
+    seal,
+    write_bytes,
+)
 from fairvar.runs import store
-from fairvar.runs.identity import RECORD, fingerprint
+from fairvar.runs.identity import RECORD, fingerprint, with_chosen
+from fairvar.runs.own import facts_of
 from fairvar.runs.select import Curve
 from fairvar.runs.serialize import condensed_history, load_tensors
-from fairvar.runs.store import Number, Record, Sha256
 from fairvar.runs.stored import Manifest, Provenance, Stored, StoredRun
 from fairvar.runs.trials import Group, Summary, Trial
+from fairvar.scores import ACCURACY, metric_facts, recorded_metric
 
 ARCHIVE, LIST = "runs.tar.xz", "runs.json"
 SUMMARIES = "summaries"
@@ -99,6 +111,7 @@ class Condensed(Stored):
                 {m: Curve(curves[f"{m}/mean"], curves[f"{m}/variance"]) for m in models},
                 {model: tuple(two) for model, two in facts["last"].items()},
                 facts["births"],
+                recorded_metric(facts) or ACCURACY,
             )
         except (LookupError, ValueError, TypeError) as error:
             raise IntegrityError(f"{where} does not hold a summary: {error}") from None
@@ -153,11 +166,11 @@ def condense(groups: Sequence[Group], out: Path, everything: bool = False) -> Pa
         if group.federation is not None:
             name = f"federations/{group.federation['sha256'][:16]}.json"
             facts = {k: v for k, v in group.federation.items() if k != "seal"}
-            files[name] = store.seal(facts)
+            files[name] = seal(facts)
     path, content = out / ARCHIVE, pack(files)
     write_bytes(path, content)
     sha256 = hashlib.sha256(content).hexdigest()
-    write_list(out, ArchiveList.of(sha256, len(content), store.checksums(files)))
+    write_list(out, ArchiveList.of(sha256, len(content), checksums(files)))
     return path
 
 
@@ -169,7 +182,7 @@ def _run_files(run: StoredRun) -> dict[str, bytes]:
     read = {name: store.read_sealed(run.folder, run.manifest, name)
             for name in ("config.toml", "history.safetensors")}  # fmt: skip
     if run.manifest.get("condensed"):
-        return {**read, "manifest.json": store.seal(run.manifest)}
+        return {**read, "manifest.json": seal(run.manifest)}
     facts = {k: v for k, v in run.manifest.items() if k not in ("sha256", "seal")}
     read["history.safetensors"] = condensed_history(read["history.safetensors"])
     return store.with_manifest(read, {**facts, "condensed": True})
@@ -178,8 +191,9 @@ def _run_files(run: StoredRun) -> dict[str, bytes]:
 def _summary_files(group: Group, trial: Trial) -> dict[str, bytes]:
     summary = trial.summary
     seed = int(summary.births[0]["seed"])
+    config = group.config if trial.config is None else with_chosen(group.config, trial.config)
     config = replace(
-        group.config, method=trial.method, train=replace(group.config.train, lr=trial.lr, seed=seed)
+        config, method=trial.method, train=replace(config.train, lr=trial.lr, seed=seed)
     )
     tensors = {"rounds": np.array(summary.rounds, dtype=np.int64)}
     for model, curve in summary.valid.items():
@@ -194,6 +208,9 @@ def _summary_files(group: Group, trial: Trial) -> dict[str, bytes]:
         "last": {model: list(two) for model, two in summary.last.items()},
         "births": [dict(birth) for birth in summary.births],
     }
+    facts |= metric_facts(summary.metric)
+    if (about := facts_of(trial.method)) is not None:
+        facts["own_method"] = to_builtins(about)
     if group.deployed is not None:
         facts["deployed"] = to_builtins(group.deployed)
     files = {"config.toml": config.to_toml().encode(), "curves.safetensors": save(tensors)}
@@ -202,7 +219,7 @@ def _summary_files(group: Group, trial: Trial) -> dict[str, bytes]:
 
 def write_list(folder: Path, contents: ArchiveList) -> Path:
     path = folder / LIST
-    write_bytes(path, store.seal(to_builtins(contents)))
+    write_bytes(path, seal(to_builtins(contents)))
     return path
 
 
@@ -239,7 +256,7 @@ def _unpack(folder: Path, stamps: tuple[int, ...]) -> tempfile.TemporaryDirector
         )
     place = tempfile.TemporaryDirectory(prefix="fairvar-")
     try:
-        extract(folder / ARCHIVE, Path(place.name), store.check(facts, ArchiveList))
+        extract(folder / ARCHIVE, Path(place.name), check(facts, ArchiveList))
     except BaseException:
         place.cleanup()
         raise

@@ -75,7 +75,8 @@ def _most(family: Sequence[Config]) -> int:
         return 1
     data = federation_of(first)
     # Only shapes matter here, so one initial model is enough.
-    model = first.model.name if first.model.weights is None else model_of(first, data)
+    built_in = first.model.weights is None and not first.model.is_own
+    model = first.model.name if built_in else model_of(first, data)
     members = [Member(model, cell.method, cell.train) for cell in family]
     most = min(MOST_TOGETHER, members_that_fit(members, data))
     return most if trains_together(members[:most], data, first.model.loss) else 1

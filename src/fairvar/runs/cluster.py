@@ -4,17 +4,16 @@ A task computes one batch of runs for a minute and returns a checkpoint, or the 
 finished runs. This process stores them and sends the batch on. So a batch may continue on any node,
 and what a killed node had not returned is computed again from the last checkpoint.
 
-A task names the identities of its runs, which contain the checksums of data, weights and code. The
-plugin is sent along. Data and weights are those of the node if they have the right checksums, and
-are sent along otherwise. A node that still gets other identities, or has other versions of fairvar
-or torch, refuses the task.
+A task names the identities of its runs, which contain the checksums of data, weights and code. Code
+of the user's is sent along. Data and weights are those of the node if they have the right
+checksums, and are sent along otherwise. A node that still gets other identities, or has other
+versions of fairvar or torch, refuses the task.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,11 +31,11 @@ from fairvar.data.fetch import cache_dir
 from fairvar.data.sources import SOURCES, locate
 from fairvar.errors import PLUGIN, BadInput, FairvarError, RunFailed, cause, explained
 from fairvar.files import read_bytes, walk, write_bytes
-from fairvar.methods.plugin import load_plugin
 from fairvar.process import Report, stop_signals
 from fairvar.runs.batch import Group, home_of, parts_to_do
 from fairvar.runs.config import Config
 from fairvar.runs.identity import checkpoint_key, forget_files, identity_of, user_modules
+from fairvar.runs.own import Own, in_use, load, searching
 from fairvar.runs.runner import (
     Interrupted,
     Watch,
@@ -82,8 +81,8 @@ class Batch(NamedTuple):
     configs: list[str]  # as TOML
     names: list[str]  # of their folders
     versions: dict[str, str]
-    plugin: str | None
-    code: Files  # the plugin and the user's modules that it imports
+    own: list[Own]  # code of the user's, and
+    code: Files  # its files, with those that they import
     saved: Files  # checkpoints
     seconds: float
 
@@ -109,7 +108,6 @@ def run_on_ray(
     out: Path,
     address: str,
     report: Report,
-    plugin: Path | None = None,
     share: Share = Share(),  # noqa: B008  # a constant
     seconds: float = SECONDS,
 ) -> None:
@@ -131,12 +129,12 @@ def run_on_ray(
         for needs in {tuple(share.of(part).items()): share.of(part) for part in todo}.values():
             _check_room(ray.nodes(), needs)
         sent = ray.put(parcels_of(cells))
-        task, code = ray.remote(max_retries=0)(_task), _code_of(plugin)
+        task, code = ray.remote(max_retries=0)(_task), own_files(cells)
         waiting, running = deque(todo), dict[Any, tuple[Group, ExitStack, int]]()
 
         def start(part: Group, locks: ExitStack, restarts: int = 0) -> None:
             needs = share.of(part)
-            work = make_batch(part, out, plugin, code, seconds)
+            work = make_batch(part, out, code, seconds)
             given = task.options(num_cpus=needs["CPU"], num_gpus=needs["GPU"])
             running[given.remote(work, [sent])] = part, locks, restarts  # a list: got on demand
 
@@ -184,9 +182,7 @@ def accept(result: Result, part: Group, out: Path) -> bool:
     return True
 
 
-def make_batch(
-    part: Group, out: Path, plugin: Path | None, code: Files, seconds: float = SECONDS
-) -> Batch:
+def make_batch(part: Group, out: Path, code: Files, seconds: float = SECONDS) -> Batch:
     home, saved = home_of(part, out), {}
     for slot in SLOTS:
         with suppress(OSError):
@@ -195,7 +191,7 @@ def make_batch(
         configs=[cell.to_toml() for cell in part],
         names=_names(part),
         versions=_versions(part),
-        plugin=None if plugin is None else plugin.name,
+        own=in_use(part),
         code=code,
         saved=saved,
         seconds=seconds,
@@ -260,8 +256,8 @@ def _task(batch: Batch, sent: Sequence[Any]) -> Result:
 
 def compute_batch(batch: Batch, sent: Callable[[], dict[str, Parcel]]) -> Result:
     """Compute these runs for some time. `sent` gives the files that the other side has."""
-    if batch.plugin is not None:
-        _load_code(batch.plugin, tuple(batch.code.items()))
+    if batch.own:
+        _load_code(tuple(batch.own), tuple(batch.code.items()))
     asked = [Config.from_toml(text) for text in batch.configs]
     cells = _with_files(asked, batch.names, sent)
     if _versions(cells) != batch.versions:
@@ -322,19 +318,26 @@ def unpacked(parcel: Parcel) -> Path:
 
 
 @lru_cache(maxsize=1)  # once per process
-def _load_code(plugin: str, code: tuple[tuple[str, bytes], ...]) -> None:
+def _load_code(found: tuple[Own, ...], code: tuple[tuple[str, bytes], ...]) -> None:
     folder = unpacked(Parcel(".", dict(code)))
-    sys.path.insert(0, str(folder))
-    load_plugin(folder / "plugin" / plugin)
+    plugins = {own.name: str(folder / Path(own.name).name) for own in found}
+    load(Own(own.kind, plugins[own.name] if own.kind == "method" else own.name, str(folder))
+         for own in found)  # fmt: skip
 
 
 # -- what is sent ----------------------------------------------------------------------------------
-def _code_of(plugin: Path | None) -> Files:
-    """The plugin, and the user's modules that it imports."""
-    if plugin is None:
-        return {}
-    modules = user_modules(PLUGIN + plugin.stem)
-    return {f"plugin/{plugin.name}": modules.pop(PLUGIN + plugin.stem), **modules}
+def own_files(cells: Sequence[Config]) -> Files:
+    """The files of the user's code for these runs, with those that they import."""
+    files: Files = {}
+    with searching():
+        for own in in_use(cells):
+            plugin = Path(own.name)
+            home = PLUGIN + plugin.stem if own.kind == "method" else own.name.partition(":")[0]
+            modules = user_modules(home)
+            if own.kind == "method":
+                modules[plugin.name] = modules.pop(home)
+            files |= modules
+    return files
 
 
 def parcels_of(cells: Sequence[Config]) -> dict[str, Parcel]:

@@ -25,6 +25,7 @@ from fairvar.errors import BadInput, plain, shown, suggestion, unknown
 from fairvar.files import MOST_TEXT, read_bytes
 from fairvar.methods import METHODS, FedAvg
 from fairvar.models import MODELS
+from fairvar.runs import own
 from fairvar.runs.select import Criterion
 from fairvar.validation import Checked, Count, Fraction, Share, check_component, reason
 
@@ -40,28 +41,41 @@ class DataConfig(Checked, frozen=True, kw_only=True):
 
     __where__: ClassVar[str | None] = "data"
 
+    # `fairvar data list` prints all; package.module:function returns a Federation or Dataset
     name: str = "mnist_1000"
-    clients: Count = 50
-    seed: Seed = 0
-    split: tuple[Fraction, Fraction, Fraction] = (0.8, 0.1, 0.1)
-    holdout: Literal["auto", "split", "pool"] = "auto"
-    pool_samples: Count = 200
-    fraction: Share = 1.0
-    samples: Count | None = None
+    args: dict[str, Any] | None = None  # of that function
+    clients: Count = 50  # among whom the samples are dealt
+    seed: Seed = 0  # draws the partition
+    split: tuple[Fraction, Fraction, Fraction] = (0.8, 0.1, 0.1)  # train, valid, test
+    holdout: Literal["auto", "split", "pool"] = "auto"  # see Partitions
+    pool_samples: Count = 200  # per client, of a shared pool of held-out samples
+    fraction: Share = 1.0  # of the training samples
+    samples: Count | None = None  # the same as a number
     root: str | None = None  # folder of the files; FAIRVAR_DATA by default
 
     def check(self) -> None:
-        if self.name not in DATASET_NAMES:
-            raise unknown("data.name", self.name, DATASET_NAMES)
+        _check_own("data", self, DATASET_NAMES)
+        if self.is_own and self.root is not None:
+            raise BadInput("data.root is for data sets of fairvar; give it in data.args")
+
+    @property
+    def is_own(self) -> bool:
+        return self.name not in DATASET_NAMES
+
+    def made(self) -> tuple[Any, str]:
+        """What the function of the user's returned, and the SHA-256 of its arrays."""
+        args: Any = self.args
+        return own.make_data(self.name, args, self.clients, self.seed)
 
 
 class ModelConfig(Checked, frozen=True, kw_only=True):
     __where__: ClassVar[str | None] = "model"
 
-    name: str = "multinomial"
-    loss: str = "cross_entropy"
+    name: str = "multinomial"  # by name, or package.module:function, which returns an nn.Module
+    args: dict[str, Any] | None = None  # of that function
+    loss: str = "cross_entropy"  # or mse
     weights: str | None = None  # a .safetensors or .pth file to start from; the last layer is new
-    weights_sha256: str | None = None
+    weights_sha256: str | None = None  # of that file
 
     def check(self) -> None:
         if (self.weights is None) != (self.weights_sha256 is None):
@@ -70,18 +84,28 @@ class ModelConfig(Checked, frozen=True, kw_only=True):
             )
         if self.weights_sha256 is not None:
             msgspec.structs.force_setattr(self, "weights_sha256", self.weights_sha256.lower())
-        if self.name not in MODELS:
-            raise unknown("model.name", self.name, MODELS)
+        _check_own("model", self, MODELS)
         if self.loss not in LOSSES:
             raise unknown("model.loss", self.loss, LOSSES)
+
+    @property
+    def is_own(self) -> bool:
+        return self.name not in MODELS
+
+
+def _check_own(kind: Any, section: DataConfig | ModelConfig, known: Collection[str]) -> None:
+    if own.is_own(kind, section.name, known) is False and section.args is not None:
+        raise BadInput(f"{kind}.args is for functions of your own; {section.name} takes none")
+    if section.args is not None:
+        msgspec.structs.force_setattr(section, "args", own.Arguments(section.args))
 
 
 class Config(Checked, frozen=True, kw_only=True):
     """One run. Protocol "boxes": one local step, as in the paper's algorithms; "tables": one local
     epoch and local models, as the paper's tables were most likely made."""
 
-    name: str = "run"
-    protocol: Literal["boxes", "tables"] = "boxes"
+    name: str = "run"  # `fairvar sweep` writes to runs/NAME
+    protocol: Literal["boxes", "tables"] = "boxes"  # see above
     data: DataConfig = DataConfig()
     partition: Partition = Dirichlet(alpha=0.1)
     model: ModelConfig = ModelConfig()
@@ -92,14 +116,29 @@ class Config(Checked, frozen=True, kw_only=True):
 
     def check(self) -> None:
         check_component("name", self.name)  # `fairvar sweep` writes to runs/NAME
+        if not isinstance(self.evaluate.metric, str | None):
+            raise BadInput(
+                f"evaluate.metric = {shown(self.evaluate.metric)}: a configuration has names; give "
+                'one, or "package.module:metric"'
+            )
 
     @staticmethod
-    def load(path: Path | str, overrides: Sequence[str] = ()) -> Config:
-        """Read a TOML file, apply `key=value` overrides, check everything."""
-        values = merge_overrides(read_toml(Path(path)), overrides)
+    def load(
+        source: Config | Mapping[str, Any] | Path | str, overrides: Sequence[str] = ()
+    ) -> Config:
+        """Read a TOML file or a dict, apply `key=value` overrides, check everything."""
+        if isinstance(source, Config):
+            if not overrides:
+                return source
+            source = source.to_dict()
+        values = merge_overrides(read_values(source), overrides)
         for section in {"sweep", "scale"} & values.keys():
             raise BadInput(f"[{section}] describes many runs; use `fairvar sweep` for this file")
-        return Config.from_dict(values)
+        folder = folder_of(source)
+        own.load_plugins(values, folder)
+        found = Config.from_dict(values)
+        own.load_functions(found.functions, folder)
+        return found
 
     @staticmethod
     def from_toml(text: str) -> Config:
@@ -124,12 +163,41 @@ class Config(Checked, frozen=True, kw_only=True):
         except msgspec.ValidationError as error:
             raise located(error, values) from None
 
+    @property
+    def functions(self) -> list[tuple[own.Kind, str]]:
+        """The functions of the user's that it names."""
+        named: list[tuple[own.Kind, Any]] = [("model", self.model), ("data", self.data)]
+        return [(kind, section.name) for kind, section in named if section.is_own]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values with all defaults, without None, which TOML lacks."""
         return _without_none(msgspec.to_builtins(self, builtin_types=()))
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.to_dict())
+
+
+def read_values(source: Mapping[str, Any] | Path | str) -> dict[str, Any]:
+    """A TOML file, or a dict of the same form that may hold methods and other settings as such."""
+    if not isinstance(source, Mapping | Path | str):
+        raise BadInput(f"{shown(source)} is no configuration; give a TOML file or a dict")
+    return dict(_as_toml(source)) if isinstance(source, Mapping) else read_toml(Path(source))
+
+
+def folder_of(source: Mapping[str, Any] | Path | str) -> Path:
+    """Where code that a configuration names is looked up: next to its file, for a dict here."""
+    return Path() if isinstance(source, Mapping) else Path(source).parent
+
+
+def _as_toml(value: Any) -> Any:
+    """A copy in the types that a TOML file gives."""
+    if isinstance(value, msgspec.Struct):
+        return _without_none(msgspec.to_builtins(value, builtin_types=()))
+    if isinstance(value, Mapping):
+        return {str(key): _as_toml(each) for key, each in value.items() if each is not None}
+    if isinstance(value, Path):
+        return str(value)
+    return [_as_toml(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -232,7 +300,7 @@ def _known_keys(name: str, section: Any) -> dict[str, Any]:
         return _fields(_fields(Config)[name])
     if not isinstance(section, Mapping) or not isinstance(section.get("name"), str):
         raise BadInput(f'{name} needs a name, such as [{name}] name = "{next(iter(kinds))}"')
-    if section["name"] not in kinds:
+    if section["name"] not in kinds and not (name == "method" and own.find_method(section["name"])):
         raise unknown(f"{name}.name", section["name"], kinds)
     return {"name": str} | _fields(kinds[section["name"]])
 

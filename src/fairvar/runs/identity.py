@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial, reduce, wraps
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import resolve_name
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -31,13 +32,14 @@ from fairvar._version import __version__
 from fairvar.data import dataset_sha256
 from fairvar.engine.losses import LOSSES
 from fairvar.engine.settings import TrainSettings, kind_of
-from fairvar.errors import BadInput
+from fairvar.errors import PLUGIN, BadInput
+from fairvar.files import Sha256
 from fairvar.methods import FedAvg, Method
-from fairvar.methods.plugin import PluginLoader
 from fairvar.models import MODELS
 from fairvar.models.weights import read_tensors
-from fairvar.runs.config import Config, DataConfig
-from fairvar.runs.store import Sha256
+from fairvar.runs import own
+from fairvar.runs.config import Config, DataConfig, assign
+from fairvar.scores import metric_of
 
 RECORD = "identity"  # the key of an identity in a manifest
 PLACES = ("FAIRVAR_DATA", "FAIRVAR_CACHE", "XDG_CACHE_HOME")  # decide where data sets are found
@@ -52,7 +54,10 @@ ADDED_LATER = {
     "train.weight_decay": 0.0,
     "train.momentum": 0.0,
     "train.server": {"name": "sgd", "lr": 1.0, "beta1": 0.0},
+    "evaluate.metric": "accuracy",
 }
+# Keys, or their beginnings, that make federations, or runs that no table compares with each other.
+APART = ("data.", "partition.", "evaluate.", "protocol", "train.rounds")
 T = TypeVar("T")
 
 
@@ -128,9 +133,29 @@ def trial_key(config: Config, identity: Identity) -> str:
 
 
 def group_key(config: Config, identity: Identity) -> str:
-    """Equal for runs that a table compares: method, learning rate and seed may differ."""
-    values = _deciding(config, "train.seed", "train.lr", "method")
+    """Equal for runs that a table compares: method, learning rate and seed may differ, and what a
+    sweep varied beside them (`select.over`)."""
+    values = _deciding(config, "train.seed", "train.lr", "method", *swept(config))
     return json.dumps((values, identity.data, identity.deployed is not None), sort_keys=True)
+
+
+def swept(config: Config, apart: bool = False) -> dict[str, Any]:
+    """What a sweep varied beside methods and learning rates (`sweep.grid`), with its values: what
+    validation chooses, or with `apart` what distinguishes tables."""
+    values, found = config.to_dict(), {}
+    for key in config.select.over or ():
+        if key.startswith(APART) == apart:
+            found[key] = reduce(lambda d, k: d.get(k, {}), key.split("."), values)
+    return found
+
+
+def with_chosen(config: Config, other: Config) -> Config:
+    """The configuration with these values of another one."""
+    values = config.to_dict()
+    for key, value in swept(other).items():
+        assign(values, key, value)
+    del values["method"]
+    return replace(Config.from_dict(values), method=config.method)
 
 
 def batch_key(config: Config) -> tuple[Any, ...]:
@@ -151,7 +176,8 @@ def _deciding(config: Config, *without: str) -> dict[str, Any]:
     for dotted in (*NOT_IN_FINGERPRINT, *without, *ADDED_LATER):
         *path, last = dotted.split(".")
         section = reduce(lambda d, k: d.get(k, {}), path, values)
-        if section.get(last) == ADDED_LATER.get(dotted, section.get(last)):
+        always = dotted not in ADDED_LATER or dotted in without
+        if always or section.get(last) == ADDED_LATER[dotted]:
             section.pop(last, None)
     return dict(_canonical(values))
 
@@ -173,8 +199,20 @@ def version_of(method: Method) -> int:
 
 
 def code_of(config: Config) -> str | None:
-    """Of the method, model and loss, as far as they are not part of fairvar."""
-    return code_sha256(type(config.method), MODELS[config.model.name], LOSSES[config.model.loss])
+    """Of the method, model, loss, metric and data, as far as they are not part of fairvar."""
+    things = [type(config.method), LOSSES[config.model.loss], *metric_code(config)]
+    things += [own.function(kind, name) for kind, name in config.functions]
+    if not config.model.is_own:
+        things.append(MODELS[config.model.name])
+    with own.searching():
+        return code_sha256(*things)
+
+
+def metric_code(config: Config) -> list[Any]:
+    """The function of the metric, if it has one."""
+    metric = config.evaluate.metric
+    function = None if metric is None else metric_of(metric).function
+    return [] if function is None else [function]
 
 
 def data_sha256(section: DataConfig) -> str | None:
@@ -186,10 +224,13 @@ def forget_files() -> None:
     """Check data and weights on disk again: a new command begins."""
     _data_sha256.cache_clear()
     _check_weights.cache_clear()
+    own.make_data.cache_clear()
 
 
 @lru_cache(maxsize=64)
 def _data_sha256(section: DataConfig, *places: str | None) -> str | None:
+    if section.is_own:
+        return section.made()[1]
     return dataset_sha256(section.name, section.root)
 
 
@@ -230,12 +271,14 @@ def _sources(part: Any) -> dict[str, bytes]:
 
 
 def user_modules(home: str) -> dict[str, bytes]:
-    """A module of the user's under its name, and those that it imports by their places below a
-    folder of imports."""
-    found = {home: _content(home)}
+    """The modules of the user's that make up a module, by their places below a folder of imports;
+    a plugin by its name. Nothing of installed packages."""
+    found: dict[str, bytes] = {}
     for name, content in _closure(home).items():
         file = _file(name)
-        if name != home and file is not None:
+        if name.startswith(PLUGIN):
+            found[name] = content
+        elif file is not None and _owner(name) == "user":
             parts = name.split(".")
             above = parts if file.stem == "__init__" else parts[:-1]
             found["/".join((*above, file.name))] = content
@@ -251,7 +294,8 @@ def _closure(home: str) -> dict[str, bytes]:
         if name not in found:
             found[name] = _content(name)
             imported = _imports(found[name], name) if _owner(name) == "user" else ()
-            todo += [other for other in imported if _owner(other) == "user"]
+            parents = accumulate(name.split("."), "{}.{}".format)  # importing it runs theirs, too
+            todo += [other for other in (*imported, *parents) if _owner(other) == "user"]
     return found
 
 
@@ -266,7 +310,7 @@ def _typed_in(part: Any) -> bytes:
 
 def _content(name: str) -> bytes:
     loader = getattr(sys.modules.get(name), "__loader__", None)
-    if isinstance(loader, PluginLoader):
+    if isinstance(loader, own.OwnLoader):
         return loader.source
     try:
         return Path(_file(name) or "").read_bytes()
@@ -298,7 +342,11 @@ def _owner(name: str) -> Literal["user", "installed", "other"]:
         return "other"
     paths = {kind: Path(path).resolve() for kind, path in sysconfig.get_paths().items()}
     users = Path(site.getusersitepackages()).resolve()
-    if any(file.is_relative_to(path) for path in (paths["purelib"], paths["platlib"], users)):
+    # By name, too: an environment may use packages of the one that it was made from.
+    named = {"site-packages", "dist-packages"} & set(file.parts)
+    if named or any(file.is_relative_to(p) for p in (paths["purelib"], paths["platlib"], users)):
+        return "installed"
+    if {"site-packages", "dist-packages"} & set(file.parts):  # of another environment, by a .pth
         return "installed"
     python = any(file.is_relative_to(paths[kind]) for kind in ("stdlib", "platstdlib"))
     return "other" if python else "user"

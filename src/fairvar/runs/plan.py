@@ -18,11 +18,22 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec.structs import replace
 
-from fairvar.data import Dirichlet, Partition
+from fairvar.data import Dirichlet
 from fairvar.errors import BadInput, shown, unknown
 from fairvar.methods import BUILT_IN, METHODS, Method
-from fairvar.runs.config import Config, assign, located, merge_overrides, read_toml, refuse_unknown
-from fairvar.runs.identity import fingerprint
+from fairvar.runs import own
+from fairvar.runs.config import (
+    Config,
+    assign,
+    folder_of,
+    located,
+    merge_overrides,
+    read_toml,
+    read_values,
+    refuse_unknown,
+)
+from fairvar.runs.identity import NOT_IN_FINGERPRINT, fingerprint, swept
+from fairvar.runs.own import find_method
 from fairvar.runs.select import Criterion
 from fairvar.validation import Checked, Count, NonNegative, Positive
 
@@ -30,6 +41,9 @@ PAPER_METHODS = ("fedavg", "afl", "qffl", "aaggff", "fairloss", "fairloss*", "fa
                  "fairgrad*")  # fmt: skip
 SETS = ("paper", "extended", "all")
 MOST_RUNS = 100_000
+INSTEAD = {
+    "train.lr": "sweep.lr", "train.seed": "sweep.seeds", "method.name": "sweep.methods",
+}  # fmt: skip
 Options = dict[str, Any]
 
 
@@ -38,7 +52,8 @@ class SweepSettings(Checked, frozen=True, kw_only=True):
     FairGrad and q of q-FFL; AFL has `step`, AAggFF has `cdf`. `[sweep.method.NAME]` replaces lists
     for one method, or fixes any of its options. A star marks the exact variant ("fairgrad*").
     Among `methods`, "paper" stands for the paper's eight, "extended" for all further ones, and
-    "all" for both."""
+    "all" for both. `grid` has lists for any other key, such as `"train.batch_size" = [32, 64]`;
+    `"method.KEY"` is for the methods that have this option."""
 
     __where__: ClassVar[str | None] = "sweep"
 
@@ -50,12 +65,13 @@ class SweepSettings(Checked, frozen=True, kw_only=True):
     cdf: tuple[str, ...] = ("logistic",)
     alpha: tuple[Positive, ...] = ()
     method: dict[str, Options] = msgspec.field(default_factory=dict)
+    grid: dict[str, list[Any]] = msgspec.field(default_factory=dict)
 
     def check(self) -> None:
         names = method_names(self.methods)
         msgspec.structs.force_setattr(self, "methods", names)
         for name in (*names, *self.method):
-            if name.removesuffix("*") not in METHODS:
+            if not find_method(name.removesuffix("*")):
                 raise unknown("sweep method", name, (*SETS, *METHODS))
         for name in ("methods", "seeds", "lr", "strength", "step", "cdf", "alpha"):
             values = getattr(self, name)
@@ -63,6 +79,31 @@ class SweepSettings(Checked, frozen=True, kw_only=True):
                 raise BadInput(f"sweep.{name} is empty; give at least one value")
             if isinstance(values, tuple) and len(set(values)) < len(values):
                 raise BadInput(f"sweep.{name} = {shown(list(values))} has a value twice")
+        for key, values in self.grid.items():
+            self._check_grid(key, values)
+
+    def _check_grid(self, key: str, values: list[Any]) -> None:
+        for other, lists in INSTEAD.items():
+            if key == other:
+                raise BadInput(f"sweep.grid.{key}: give {lists} instead")
+        if key in NOT_IN_FINGERPRINT or key.partition(".")[0] in ("select", "name"):
+            raise BadInput(f"sweep.grid.{key}: it changes no result, so that all runs are the same")
+        if not values:
+            raise BadInput(f"sweep.grid.{key} is empty; give at least one value")
+        if len({repr(value) for value in values}) < len(values):
+            raise BadInput(f"sweep.grid.{key} = {shown(values)} has a value twice")
+        if key.startswith("method.") and not any(self._has(name, key) for name in self.methods):
+            raise BadInput(f"unknown key {key} in sweep.grid: no method of this sweep has it")
+
+    @staticmethod
+    def _has(method: str, key: str) -> bool:
+        kind = METHODS[method.removesuffix("*")]
+        return key.removeprefix("method.") in kind.__struct_fields__
+
+    @property
+    def settings(self) -> dict[str, list[Any]]:
+        """The lists of `grid` that do not belong to methods."""
+        return {k: v for k, v in self.grid.items() if not k.startswith("method.")}
 
     @property
     def seed_list(self) -> Sequence[int]:
@@ -72,7 +113,8 @@ class SweepSettings(Checked, frozen=True, kw_only=True):
     def runs(self) -> int:
         """The number of runs of the grid."""
         each = (prod(map(len, self.axes(name)[1].values())) for name in self.methods)
-        return len(self.seed_list) * max(1, len(self.alpha)) * sum(each)
+        settings = prod(map(len, self.settings.values()))
+        return len(self.seed_list) * max(1, len(self.alpha)) * settings * sum(each)
 
     def axes(self, name: str) -> tuple[Options, dict[str, list[Any]]]:
         """A method's fixed options, and the lists to combine for it (its knob and lr)."""
@@ -85,6 +127,9 @@ class SweepSettings(Checked, frozen=True, kw_only=True):
         shared = {"strength": self.strength, "q": self.strength, "step": self.step, "cdf": self.cdf}
         if knob in shared:
             lists[knob] = list(shared[knob])
+        for key, value in self.grid.items():
+            if key.startswith("method.") and self._has(name, key):
+                lists[key.removeprefix("method.")] = value
         for key, value in self.method.get(name, {}).items():
             if isinstance(value, list):
                 if not value:
@@ -114,8 +159,17 @@ class Plan:
     cells: Sequence[Config]
 
     @staticmethod
-    def load(path: Path, overrides: Sequence[str] = (), scale: str | None = None) -> Plan:
-        values = read_toml(path)
+    def load(
+        source: Plan | Mapping[str, Any] | Path | str,
+        overrides: Sequence[str] = (),
+        scale: str | None = None,
+    ) -> Plan:
+        """A TOML file or a dict, with the overrides of one of its scales, then those given."""
+        if isinstance(source, Plan):
+            if overrides or scale:
+                raise BadInput("a Plan is finished: give overrides and scale with its file or dict")
+            return source
+        values = read_values(source)
         scales = values.pop("scale", {})
         if not isinstance(scales, dict) or not all(isinstance(s, dict) for s in scales.values()):
             raise BadInput("scale must be sections: write [scale.NAME]")
@@ -124,7 +178,14 @@ class Plan:
                 raise unknown("scale", scale, scales)
             for key, value in _flat(scales[scale]):
                 assign(values, key, value)
-        return Plan.from_dict(merge_overrides(values, overrides))
+        values = merge_overrides(values, overrides)
+        own.load_plugins(values, folder_of(source))
+        if values.get("method") == {}:
+            del values["method"]
+        plan = Plan.from_dict(values)
+        named = (name for cell in plan.cells for name in cell.functions)
+        own.load_functions(named, folder_of(source))
+        return plan
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Plan:
@@ -133,6 +194,11 @@ class Plan:
         if not isinstance(section, dict):
             raise BadInput(f"sweep = {shown(section)} must be a section: write [sweep]")
         refuse_unknown(section, SweepSettings.__struct_fields__, "sweep")
+        if isinstance(section.get("grid"), dict):
+            section["grid"] = dict(_flat(section["grid"]))
+            for key, values in section["grid"].items():
+                if not isinstance(values, list):
+                    raise BadInput(f"sweep.grid.{key} = {shown(values)}: give a list of values")
         if isinstance(section.get("method"), dict):
             for name, options in section["method"].items():
                 if not isinstance(options, dict):
@@ -152,8 +218,9 @@ class Plan:
                 f"this sweep has {settings.runs:,} runs, more than {MOST_RUNS:,}; "
                 "give fewer seeds or shorter lists"
             )
-        first = Config.from_dict(base)
-        return Plan(first.name, settings, first.select, list(_expand(first, settings)))
+        firsts = [Config.from_dict(values) for values in _combined(base, settings.settings)]
+        cells = list(_expand(firsts, settings))
+        return Plan(firsts[0].name, settings, firsts[0].select, cells)
 
 
 def federations(
@@ -163,11 +230,13 @@ def federations(
     several = scale is not None or "sweep" in merge_overrides(read_toml(path), overrides)
     if not several:
         return False, {"partition": Config.load(path, overrides)}
-    found = {cell.partition: cell for cell in reversed(Plan.load(path, overrides, scale).cells)}
-    names = {
-        f"partition-alpha-{kind.alpha:g}" if isinstance(kind, Dirichlet) else "partition": cell
-        for kind, cell in reversed(found.items())
-    }
+    cells = Plan.load(path, overrides, scale).cells
+    found = {(cell.data, cell.partition): cell for cell in reversed(cells)}
+    names: dict[str, Config] = {}
+    for (_, kind), cell in reversed(found.items()):
+        name = f"partition-alpha-{kind.alpha:g}" if isinstance(kind, Dirichlet) else "partition"
+        same = [n for n in names if n == name or n.startswith(f"{name}-data-")]
+        names[f"{name}-data-{len(same) + 1}" if same else name] = cell
     return True, names
 
 
@@ -187,7 +256,8 @@ def differences(cells: Sequence[Config]) -> list[dict[str, Any]]:
         rows.append({
             "run": fingerprint(cell)[:16], "method": cell.method.label,
             **{key: each[key] for key in keys if key in each}, "lr": cell.train.lr,
-            **({} if alpha is None else {"alpha": alpha}), "seed": cell.train.seed,
+            **({} if alpha is None else {"alpha": alpha}), **swept(cell), **swept(cell, apart=True),
+            "seed": cell.train.seed,
         })  # fmt: skip
     return rows
 
@@ -201,21 +271,35 @@ def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield prefix + key, value
 
 
-def _expand(first: Config, settings: SweepSettings) -> Iterator[Config]:
+def _combined(base: Options, lists: Mapping[str, list[Any]]) -> Iterator[Options]:
+    """The values of a file with every combination of the values of further keys. Reports need the
+    names of these (`select.over`)."""
+    for values in itertools.product(*lists.values()):
+        found = copy.deepcopy(base)
+        if any(key.startswith("partition.") for key in lists):
+            found.setdefault("partition", msgspec.to_builtins(Config().partition))
+        for key, value in zip(lists, values, strict=True):
+            assign(found, key, value)
+        if lists:
+            assign(found, "select.over", list(lists))
+        yield found
+
+
+def _expand(firsts: Sequence[Config], settings: SweepSettings) -> Iterator[Config]:
     """All runs, seeds outermost: an unfinished sweep then has complete grids for fewer seeds."""
     methods = {name: list(_method_axis(settings, name)) for name in settings.methods}
-    partitions: list[Partition] = [first.partition]
     if settings.alpha:
-        if not isinstance(first.partition, Dirichlet):
+        if not isinstance(firsts[0].partition, Dirichlet):
             raise BadInput("sweep.alpha needs a dirichlet partition; remove it or change "
                            "[partition]")  # fmt: skip
-        partitions = [replace(first.partition, alpha=alpha) for alpha in settings.alpha]
-    for seed, partition, name in itertools.product(
-        settings.seed_list, partitions, settings.methods
-    ):
+        firsts = [
+            replace(first, partition=replace(first.partition, alpha=alpha))
+            for alpha in settings.alpha
+            for first in firsts
+        ]
+    for seed, first, name in itertools.product(settings.seed_list, firsts, settings.methods):
         for method, lr in methods[name]:
-            train = replace(first.train, lr=lr, seed=seed)
-            yield replace(first, method=method, train=train, partition=partition)
+            yield replace(first, method=method, train=replace(first.train, lr=lr, seed=seed))
 
 
 def _method_axis(settings: SweepSettings, name: str) -> Iterator[tuple[Method, float]]:

@@ -93,11 +93,13 @@ def _results(run: StoredRun) -> bytes:
 
 def _versions(pieces: Iterable[Piece]) -> dict[tuple[str, Variant], str]:
     """Short names for the versions of a method's code, if several have the same label."""
-    found: dict[str, set[Variant]] = {}
+    found: dict[tuple[str, ...], set[Variant]] = {}
     for piece in pieces:
-        found.setdefault(piece.config.method.label, set()).add(piece.identity.variant)
+        config = piece.config
+        things = config.method.label, config.model.name, config.data.name
+        found.setdefault(things, set()).add(piece.identity.variant)
     names = {}
-    for label, variants in found.items():
+    for (label, *_), variants in found.items():
         for version, code, deployed in variants if len(variants) > 1 else ():
             parts = [f"v{version}"] + ([f"code {code[:8]}"] if code else [])
             parts += [f"deployed {deployed[:8]}"] if deployed else []
@@ -150,8 +152,8 @@ def _measured(
     where = f"{config.data.name}, {config.protocol}"
     if not models:
         raise BadInput(
-            f"{where}: no test accuracy was measured, which a report needs: run a "
-            'classifier with evaluate.splits = ["valid", "test"] and a test part in data.split'
+            f"{where}: no test {trials[0].metric.title} was measured, which a report needs: run "
+            'with evaluate.splits = ["valid", "test"] and a test part in data.split'
         )
     if asked is not None:
         raise BadInput(f"{where}: the {asked} model was not measured there, the {models[0]} one was"
@@ -174,15 +176,15 @@ def _trial(members: Sequence[Piece], versions: Mapping[tuple[str, Variant], str]
     version = versions.get((config.method.label, identity.variant), "")
     if summaries:
         summary = summaries[0].summary()
-        return Trial(config.method, config.train.lr, (), summary, identity, version)
+        return Trial(config.method, config.train.lr, (), summary, identity, version, config=config)
     runs.sort(key=lambda run: run.config.train.seed)
     # Not kept, since a grid has thousands of histories; those of chosen runs are read again.
     summary = Summary.of([run.history(with_state=False) for run in runs])
-    return Trial(config.method, config.train.lr, runs, summary, identity, version)
+    return Trial(config.method, config.train.lr, runs, summary, identity, version, config=config)
 
 
 def _trial_order(trial: Trial) -> tuple[Any, ...]:
     names = list(METHODS)
     tag = str(type(trial.method).__struct_config__.tag)
     rank = names.index(tag) if tag in names else len(names)
-    return (rank, trial.label, trial.lr, str(trial.knob))
+    return (rank, trial.label, trial.lr, str(trial.knob), trial.describe())

@@ -14,21 +14,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 import torch
-from jaxtyping import Int64
 from torch import nn
 
-from fairvar.data import load_federation
+from fairvar.data import deal, load_federation
 from fairvar.data.federation import Federation
 from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.history import History
 from fairvar.engine.state import DoesNotFit
 from fairvar.engine.train import Checkpoint, prepare, run_rounds
 from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
-from fairvar.files import write_bytes
+from fairvar.files import seal, write_bytes
 from fairvar.models import build, load_weights
-from fairvar.runs import store
+from fairvar.runs import own, store
 from fairvar.runs.config import Config
 from fairvar.runs.identity import (
     RECORD,
@@ -40,6 +38,7 @@ from fairvar.runs.identity import (
 )
 from fairvar.runs.serialize import pack_checkpoint, pack_history, pack_state, unpack_checkpoint
 from fairvar.runs.stored import Deployed, final_scores
+from fairvar.scores import metric_facts
 
 SECONDS_BETWEEN_CHECKPOINTS = 10.0
 TIME_FOR_CHECKPOINTS = 0.05  # at most this share of a computation
@@ -76,7 +75,13 @@ def federation_of(config: Config) -> Federation:
 
 @lru_cache(maxsize=4)
 def _federation(data: Any, partition: Any, sha256: str | None) -> Federation:
-    found = load_federation(partition=partition, **msgspec.structs.asdict(data))
+    asked = msgspec.structs.asdict(data)
+    del asked["args"]
+    if data.is_own:
+        name, _ = asked.pop("name"), asked.pop("root")
+        found = deal(name, data.made()[0], partition=partition, **asked)
+    else:
+        found = load_federation(partition=partition, **asked)
     if found.provenance.get("dataset_sha256") != sha256:
         raise RunFailed(f"the files of {data.name} were changed meanwhile; start the command again")
     return found
@@ -88,7 +93,10 @@ def model_of(config: Config, federation: Federation) -> nn.Module:
 
 def initial_model(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
     """The initial model; pretrained weights fill all but the last layer, which fits the data."""
-    module = build(config.model.name, shape, classes, config.train.seed)
+    name, args, make = config.model.name, config.model.args, None
+    if config.model.is_own:
+        make = lambda shape, classes: own.make_model(name, args, shape, classes)  # noqa: E731
+    module = build(name, shape, classes, config.train.seed, make)
     if config.model.weights is not None:
         last = list(module.state_dict())[-1].rsplit(".", 1)[0]
         path = Path(config.model.weights)
@@ -134,6 +142,7 @@ def compute(cells: Sequence[Config], home: Path, watch: Watch) -> list[History]:
     """Train these runs, resuming from the newest checkpoint in the folder `home` that is theirs."""
     names = [identity_of(cell).name for cell in cells]
     keys = [checkpoint_key(identity_of(cell)) for cell in cells]
+    own.remember(cells, identity_of(cells[0]).code)
     several = len(cells) > 1
 
     def write(number: int, made: list[Checkpoint]) -> None:
@@ -180,7 +189,8 @@ def _blame(cells: Sequence[Config], error: BadInput) -> BadInput:
     data = federation_of(cells[0])
     for cell in cells:
         try:
-            prepare(model_of(cell, data), data, cell.method, cell.model.loss, cell.train)
+            given = (model_of(cell, data), data, cell.method, cell.model.loss, cell.train)
+            prepare(*given, metric=cell.evaluate.metric)
         except BadInput as own:
             numbers = "".join(f", {k} {v:g}" for k, v in cell.method.numbers.items())
             train = f"lr {cell.train.lr:g}, seed {cell.train.seed}"
@@ -251,7 +261,10 @@ def run_files(
         "result": final_scores(history),
         "birth": dict(history.provenance),
     }
+    facts |= metric_facts(history.metric)
     facts |= {"group": list(group)} if group else {}
+    if (about := own.facts_of(config.method)) is not None:
+        facts["own_method"] = msgspec.to_builtins(about)
     facts |= {} if deployed is None else {"deployed": msgspec.to_builtins(deployed)}
     return store.with_manifest(files, facts)
 
@@ -261,13 +274,5 @@ def record_federation(out: Path, federation: Federation) -> None:
     folder = store.no_link(out / "federations")
     path = folder / f"{federation.provenance.get('sha256', 'unknown')[:16]}.json"
     if federation.classes is not None and not path.exists():
-        facts = {"class_counts": class_counts(federation).tolist(), **federation.provenance}
-        write_bytes(path, store.seal(facts))
-
-
-def class_counts(federation: Federation) -> Int64[np.ndarray, "n classes"]:
-    """Training samples of each class at each client."""
-    split, classes = federation.train, federation.classes or 1
-    cells = (split.client * classes + split.y).cpu().numpy()
-    counts = np.bincount(cells, minlength=federation.clients * classes)
-    return counts.reshape(federation.clients, classes)
+        facts = {"class_counts": federation.class_counts.tolist(), **federation.provenance}
+        write_bytes(path, seal(facts))

@@ -19,6 +19,7 @@ from fairvar.validation import Checked, Count, NonNegative
 
 class Criterion(Checked, frozen=True, kw_only=True):
     """Score of a round: mean accuracy − t·√(variance over clients / m), both averaged over seeds.
+    Of a score where lower is better, curves are given with a minus.
 
     The paper's rule with t = 1.96 and m = the number of seeds. It divides a variance over clients
     by a number of seeds, so it is a heuristic and not a confidence bound; `m` replaces the divisor.
@@ -32,6 +33,8 @@ class Criterion(Checked, frozen=True, kw_only=True):
     m: Count | None = None
     unit: Literal["fraction", "mixed"] = "fraction"
     model: Literal["global", "local", "personal"] = "global"
+    # What a sweep varied beside methods and learning rates; validation chooses among the values.
+    over: tuple[str, ...] | None = None
 
     def score(self, curve: Curve, seeds: int) -> Float64[np.ndarray, " rounds"]:
         """One score per evaluated round. A single client has no variance and no penalty."""
@@ -41,7 +44,8 @@ class Criterion(Checked, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Curve:
-    """Accuracy by evaluated round: mean and sample variance over clients, averaged over seeds."""
+    """Accuracy, or another score, by evaluated round: mean and sample variance over clients,
+    averaged over seeds."""
 
     mean: Float64[np.ndarray, " rounds"]
     variance: Float64[np.ndarray, " rounds"]
@@ -58,7 +62,7 @@ class Validation:
     """All that selection sees of one configuration: its seeds on validation data."""
 
     rounds: Sequence[int]  # evaluated rounds, the same for all seeds
-    curve: Curve | None  # None: some seed diverged
+    curve: Curve | None  # higher is better; None: some seed diverged
     seeds: int
     strength: float = 0.0  # ties go to the weaker regularisation
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -16,12 +17,13 @@ from fairvar.engine.history import MODELS, History, Tables, are_ids, history_fro
 from fairvar.engine.state import State
 from fairvar.engine.train import Checkpoint
 from fairvar.errors import IntegrityError, cause
+from fairvar.files import Number, Record, check
 from fairvar.methods.base import Method
-from fairvar.tree import Tree
+from fairvar.scores import ACCURACY, LOSS, recorded_metric
 
 NOT_MEASURED = -1  # in place of a number of correct answers
 FIRST_LOSSES = 10  # evaluated rounds whose training losses condensed histories keep
-_FLOATS, _COUNTS = (torch.float32,), (torch.int64,)
+_FLOATS, _COUNTS = (torch.float32, torch.float64), (torch.int64,)  # float32 in stored runs
 # By kind of stored table: its types, and what its dimensions count (o: observed rounds,
 # e: evaluated rounds, n: clients, m: participants of a round, which may be all clients).
 TABLES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
@@ -33,55 +35,28 @@ TABLES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
     "evaluated": (_COUNTS, "e"),
     "gradient_variance": ((torch.float64,), "e"),
     "update_norm": (_FLOATS, "en"),
+    "accuracy": ((torch.float64,), "en"),  # of saved histories; stored runs have "right"
     "right": ((torch.int16, torch.int32), "en"),
     "evaluated_loss": (_FLOATS, "en"),
+    "score": ((torch.float64,), "en"),
     "samples": (_COUNTS, "n"),
     "counters": (_COUNTS, "3"),
 }
-GROUPS = ("params", "buffers", "memory", "mean_gradient", "iterate", "personal", "moments")
-
-
-def state_tensors(state: State) -> Tree:
-    """A state as one flat dict."""
-    flat: Tree = {"round": torch.tensor(state.round), "mean_loss": state.mean_loss}
-    for group in GROUPS:
-        for name, leaf in (getattr(state, group) or {}).items():
-            flat[f"{group}/{name}"] = leaf
-    return {name: leaf.detach().cpu().contiguous() for name, leaf in flat.items()}
-
-
-def state_from_tensors(flat: Tree) -> State:
-    groups: dict[str, Tree] = {group: {} for group in GROUPS}
-    for name, leaf in flat.items():
-        group, _, rest = name.partition("/")
-        if group in groups:
-            groups[group][rest] = leaf
-    return State(
-        round=int(flat["round"]),
-        params=groups["params"],
-        buffers=groups["buffers"],
-        memory=groups["memory"],
-        mean_loss=flat["mean_loss"],
-        mean_gradient=groups["mean_gradient"] or None,
-        iterate=groups["iterate"] or None,
-        personal=groups["personal"] or None,
-        moments=groups["moments"] or None,
-    )
 
 
 def pack_state(state: State) -> bytes:
-    return save(state_tensors(state))
+    return save(state.flat())
 
 
 def unpack_state(content: bytes) -> State:
     with _as_written():
-        return state_from_tensors(load_tensors(content))
+        return State.from_flat(load_tensors(content), _metadata(content).get("made_by", ""))
 
 
 def pack_checkpoint(checkpoint: Checkpoint, key: Mapping[str, str] | None = None) -> bytes:
     """`key` names the run and the versions that it was made with (`identity.checkpoint_key`)."""
     tables = {f"tables/{name}": table for name, table in (checkpoint.tables or {}).items()}
-    return save({**state_tensors(checkpoint.state), **tables}, dict(key or {}))
+    return save({**checkpoint.state.flat(), **tables}, dict(key or {}))
 
 
 def unpack_checkpoint(content: bytes, key: Mapping[str, str] | None = None) -> Checkpoint:
@@ -99,7 +74,7 @@ def unpack_checkpoint(content: bytes, key: Mapping[str, str] | None = None) -> C
                 raise IntegrityError(f"it was made with {part} {other[:40]!r}, not {wanted}")
         tables = {k.removeprefix("tables/"): v for k, v in flat.items() if k.startswith("tables/")}
         int(tables.get("diverged_at", flat["round"]))  # a number
-        return Checkpoint(state_from_tensors(flat), tables)
+        return Checkpoint(State.from_flat(flat), tables)
 
 
 def _metadata(content: bytes) -> dict[str, str]:
@@ -110,28 +85,18 @@ def _metadata(content: bytes) -> dict[str, str]:
 
 def pack_history(history: History) -> bytes:
     """Evaluated rounds only, because a sweep has thousands of runs. Accuracies are stored as exact
-    numbers of correct answers, other tables per client as float32."""
-    history = history.at_evaluations()
-    flat: Tables = {
-        "observed": history.observed,
-        "loss": history.participant_loss.float(),
-        "weights": history.participant_weights.float(),
-        "ascended": history.ascended.float(),
-        "evaluated": history.evaluated,
-        "gradient_variance": history.gradient_variance,
-        "update_norm": history.update_norm.float(),
-    }
-    if history.participants is not None:
-        flat["participants"] = history.participants
-    for (split, model), table in history.accuracy.items():
-        right = (table * history.samples[split]).nan_to_num(NOT_MEASURED).round().int()
-        flat[f"right/{split}/{model}"] = right
-    for (split, model), table in history.evaluated_loss.items():
-        flat[f"evaluated_loss/{split}/{model}"] = table.float()
-    for split, counts in history.samples.items():
-        flat[f"samples/{split}"] = counts
-    numbers = (history.exchanges, history.bytes_down, history.bytes_up)
-    flat["counters"] = torch.tensor(numbers, dtype=torch.int64)
+    numbers of correct answers, scores by another metric as they are, other tables per client as
+    float32."""
+    history, flat = history.at_evaluations(), dict[str, Tensor]()
+    for name, table in history.tables().items():
+        kind, _, key = name.partition("/")
+        if kind == "accuracy":
+            right = table * history.samples[key.split("/")[0]]
+            flat[f"right/{key}"] = right.nan_to_num(NOT_MEASURED).round().int()
+        else:
+            flat[name] = table.float() if TABLES[kind][0] is _FLOATS else table
+    for (split, model), table in history.score.items() if history.metric != ACCURACY else ():
+        flat[f"score/{split}/{model}"] = table
     facts = {"rounds": history.rounds, "diverged_at": history.diverged_at}
     return save({k: v.contiguous() for k, v in flat.items()}, {"facts": json.dumps(facts)})
 
@@ -153,29 +118,64 @@ def unpack_history(
     content: bytes, state: State, method: Method, facts: Mapping[str, Any]
 ) -> History:
     with _as_written():
+        return _history(load_tensors(content), state, method, facts)
+
+
+class Saved(Record, frozen=True, kw_only=True):
+    """What `History.save` writes beside tables and state."""
+
+    method: dict[str, Any]
+    kind: str = msgspec.field(name="class")
+    made_by: str
+    rounds: Number
+    diverged_at: Number | None
+    stopped: str | None
+    classifies: bool
+    metric: dict[str, Any] | None = None
+    birth: dict[str, Any]
+
+
+def unpack_saved(content: bytes, find: Callable[[Saved], Method]) -> History:
+    """What `History.save` packed; `find` gives the method."""
+    with _as_written():
         flat = load_tensors(content)
-        clients = _check_tables(flat)
-        samples = {k.split("/")[1]: v for k, v in flat.items() if k.startswith("samples/")}
-        tables = {k: v.double() if v.is_floating_point() else v for k, v in flat.items()}
-        if "update_norm" not in tables:  # of a condensed history
-            size = len(flat["observed"]), clients
-            tables["update_norm"] = torch.full(size, torch.nan, dtype=torch.float64)
-        for name in [k for k in flat if k.startswith("right/")]:
-            _, split, model = name.split("/")
-            right = torch.where(flat[name] == NOT_MEASURED, torch.nan, flat[name].double())
-            tables[f"accuracy/{split}/{model}"] = right / samples[split]
-        return history_from_tables(
-            tables,
-            method=method,
-            state=state,
-            rounds=int(facts["rounds"]),
-            observed=flat["observed"],
-            samples=samples,
-            classifies=any(k.startswith("right/") for k in flat)
-            or not any(k.startswith("evaluated_loss/") for k in flat),
-            diverged_at=facts["diverged_at"],
-            provenance=facts["birth"],
-        )
+        facts = check(json.loads(_metadata(content)["facts"]), Saved)
+    method = find(facts)
+    with _as_written():
+        state = State.from_flat(flat, facts.made_by)
+        if not facts.rounds <= state.round:
+            raise ValueError(f"{facts.rounds} rounds, but the state is of round {state.round}")
+        tables = {k.removeprefix("tables/"): v for k, v in flat.items() if k.startswith("tables/")}
+        return _history(tables, state, method, msgspec.structs.asdict(facts))
+
+
+def _history(flat: Tables, state: State, method: Method, facts: Mapping[str, Any]) -> History:
+    clients = _check_tables(flat)
+    samples = {k.split("/")[1]: v for k, v in flat.items() if k.startswith("samples/")}
+    tables = {k: v.double() if v.is_floating_point() else v for k, v in flat.items()}
+    if "update_norm" not in tables:  # of a condensed history
+        size = len(flat["observed"]), clients
+        tables["update_norm"] = torch.full(size, torch.nan, dtype=torch.float64)
+    for name in [k for k in flat if k.startswith("right/")]:
+        _, split, model = name.split("/")
+        right = torch.where(flat[name] == NOT_MEASURED, torch.nan, flat[name].double())
+        tables[f"accuracy/{split}/{model}"] = right / samples[split]
+    kinds = {k.partition("/")[0] for k in flat}
+    known = "right" in kinds or not kinds & {"evaluated_loss", "score"}
+    classifies = facts.get("classifies", known)
+    return history_from_tables(
+        tables,
+        method=method,
+        state=state,
+        rounds=int(facts["rounds"]),
+        observed=flat["observed"],
+        samples=samples,
+        classifies=classifies,
+        metric=recorded_metric(facts) or (ACCURACY if classifies else LOSS),
+        diverged_at=facts["diverged_at"],
+        provenance=facts["birth"],
+        stopped=facts.get("stopped"),
+    )
 
 
 def _check_tables(flat: Tables) -> int:
@@ -199,12 +199,14 @@ def _check_tables(flat: Tables) -> int:
             found = f"{table.dtype} of shape {tuple(table.shape)}"
             raise ValueError(f"{name[:80]} holds {found}, not {types[0]} of shape {shape}")
         least, most = torch.tensor(0 if kind in ("samples", "counters") else -torch.inf), None
-        if kind in ("right", "evaluated_loss"):
+        if kind in ("right", "accuracy", "evaluated_loss", "score"):
             split, _, model = rest.partition("/")
             if model not in MODELS or f"samples/{split}" not in flat:
                 raise ValueError(f"{name[:80]!r} is not the name of a table")
             if kind == "right":
                 least, most = torch.tensor(NOT_MEASURED), flat[f"samples/{split}"]
+            if kind == "accuracy":
+                least, most = torch.tensor(0.0), torch.tensor(1.0)
         if bool((table < least).any()) or (most is not None and bool((table > most).any())):
             raise ValueError(f"{name[:80]} holds an impossible count")
     for name in ("observed", "evaluated"):

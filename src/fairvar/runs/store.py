@@ -14,54 +14,33 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import re
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
-import msgspec
 from filelock import FileLock
-from msgspec import Meta
 
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.files import MOST_RECORD, MOST_TENSORS, read_bytes, write_bytes
+from fairvar.files import (
+    MOST_RECORD,
+    MOST_TENSORS,
+    Record,
+    checksums,
+    open_seal,
+    pack_files,
+    read_bytes,
+    seal,
+    unpack_files,
+    write_bytes,
+)
 
 MANIFEST = "manifest.json"
 SLOTS = ("checkpoint-a", "checkpoint-b")
-SEAL = ',\n  "seal": "'
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")  # a part of a path that fairvar writes
 LOCKS = ".locks"
-MOST_VALUES = 4_000_000  # in one record: they take about 60 bytes each
-Sha256 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-Number = Annotated[int, Meta(ge=0, le=2**62)]
-
-
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A JSON object on disk. Other fields are ignored, so that later versions can add some."""
-
-
-class FileList(Record, frozen=True, kw_only=True):
-    """The head of several files that are stored as one."""
-
-    sha256: dict[str, Sha256]
-    sizes: dict[str, Number]
-
-
-R = TypeVar("R", bound=Record)
-
-
-def check(facts: Mapping[str, Any], kind: type[R]) -> R:
-    """The record, if it has all fields in the right form; ValueError otherwise."""
-    try:
-        return msgspec.convert(facts, kind)
-    except msgspec.ValidationError as error:
-        text, _, place = str(error).partition(" - at `$")
-        where = place.strip(".`[]")
-        raise ValueError(f"{where}: {text.replace('`', '')}" if where else text) from None
 
 
 def agree(where: object, **pairs: tuple[object, object]) -> None:
@@ -120,40 +99,9 @@ def check_writable(folder: Path) -> None:
         raise BadInput(f"cannot write into {folder}: {reason}; choose another --out") from None
 
 
-def seal(facts: Mapping[str, Any]) -> bytes:
-    """JSON whose last line is the SHA-256 of everything before it."""
-    return _seal(json.dumps(facts, indent=2, sort_keys=True).encode())
-
-
-def _seal(body: bytes) -> bytes:
-    digest = hashlib.sha256(body).hexdigest()
-    return body[: -len("\n}")] + f'{SEAL}{digest}"\n}}\n'.encode()
-
-
-def open_seal(raw: bytes, kind: type[Record]) -> dict[str, Any]:
-    """The content of a sealed record; ValueError if a bit was changed or if it is not of this
-    kind."""
-    head, mark, _ = raw.rpartition(SEAL.encode())
-    body = head + b"\n}"
-    if not mark or _seal(body) != raw:
-        raise ValueError("its seal is broken")
-    if body.count(b",") + body.count(b"[") + body.count(b"{") > MOST_VALUES:
-        raise ValueError(f"it holds more than {MOST_VALUES} values")
-    try:
-        found = json.loads(body)
-        check(found, kind)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-    return dict(found)
-
-
 def with_manifest(files: Mapping[str, bytes], facts: Mapping[str, Any]) -> dict[str, bytes]:
     """The files of a run and the manifest with their checksums."""
     return {**files, MANIFEST: seal({**facts, "sha256": checksums(files)})}
-
-
-def checksums(files: Mapping[str, bytes]) -> dict[str, str]:
-    return {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
 
 
 def save_files(folder: Path, files: Mapping[str, bytes], depth: int = 1) -> None:
@@ -205,27 +153,6 @@ def read_checkpoints(folder: Path) -> list[dict[str, bytes]]:
         with suppress(OSError):
             found.append(unpack_files(read_bytes(folder / slot, MOST_TENSORS)))
     return [files for files in found if files]
-
-
-def pack_files(files: Mapping[str, bytes]) -> bytes:
-    """Several files as one: a sealed list with their checksums, then their contents."""
-    sizes = {name: len(files[name]) for name in sorted(files)}
-    return seal({"sha256": checksums(files), "sizes": sizes}) + b"".join(
-        files[name] for name in sizes
-    )
-
-
-def unpack_files(content: bytes) -> dict[str, bytes]:
-    """The files that `pack_files` packed; {} if it is something else, or damaged."""
-    start = content.find(b"\n}\n") + 3
-    try:
-        facts = open_seal(content[:start], FileList)
-    except ValueError:
-        return {}
-    names = sorted(facts["sizes"])
-    ends = list(accumulate((facts["sizes"][name] for name in names), initial=start))
-    files = {name: content[a:b] for name, (a, b) in zip(names, pairwise(ends), strict=True)}
-    return files if (ends[-1], checksums(files)) == (len(content), facts["sha256"]) else {}
 
 
 def store_run(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -10,24 +10,17 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import replace
 
 from fairvar.engine.history import History
 from fairvar.engine.state import State, no_state
 from fairvar.errors import BadInput, IntegrityError
+from fairvar.files import Number, Record, Sha256, check
 from fairvar.runs.config import Config, parse_toml
 from fairvar.runs.identity import Identity, fingerprint, recorded_identity, version_of
+from fairvar.runs.own import OwnMethod, find_method, recorded_method
 from fairvar.runs.serialize import unpack_history, unpack_state
-from fairvar.runs.store import (
-    MANIFEST,
-    Number,
-    Record,
-    Sha256,
-    agree,
-    check,
-    inside,
-    read_record,
-    read_sealed,
-)
+from fairvar.runs.store import MANIFEST, agree, inside, read_record, read_sealed
 
 Text = Annotated[str, Meta(max_length=1000, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 Digits = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z]{1,64}\Z")]  # becomes part of a path
@@ -86,16 +79,21 @@ class PartitionRecord(Record, frozen=True, kw_only=True):
     holdout: Text | None = None
     split: list[Share] | None = None
     split_sizes: dict[Split, list[Count]] | None = None
+    split_answers: dict[Split, list[Count]] | None = None  # positions, where samples are sequences
     normalisation: Normalisation | None = None
     partition: dict[Text, Any] | None = None
     fraction: Share | None = None
     samples: Positive | None = None
     pool_samples: Positive | None = None
+    special: list[Count] | None = None  # clients that are different by nature
 
     def __post_init__(self) -> None:
         tables = {"sizes": self.sizes, "classes_by_client": self.classes_by_client}
-        tables |= {f"split_sizes.{k}": v for k, v in (self.split_sizes or {}).items()}
+        for name in ("split_sizes", "split_answers"):
+            tables |= {f"{name}.{k}": v for k, v in (getattr(self, name) or {}).items()}
         known = {name: len(table) for name, table in tables.items() if table is not None}
+        if self.special and (self.clients is None or max(self.special) >= self.clients):
+            raise ValueError("special names a client that does not exist")
         if self.clients is not None and set(known.values()) - {self.clients}:
             raise ValueError(f"it has {self.clients} clients, but {known}")
         if self.sizes is not None and self.split_sizes is not None:
@@ -118,7 +116,7 @@ class FederationRecord(PartitionRecord, frozen=True, kw_only=True):
             raise ValueError("class_counts is not a table")
         if self.clients not in (None, len(self.class_counts)):
             raise ValueError(f"class_counts has {len(self.class_counts)} rows")
-        train = (self.split_sizes or {}).get("train")
+        train = (self.split_answers or self.split_sizes or {}).get("train")
         if train is not None and train != [sum(row) for row in self.class_counts]:
             raise ValueError("class_counts do not add up to the clients' training samples")
 
@@ -138,6 +136,14 @@ class Deployed(Record, frozen=True, kw_only=True):
         return "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
 
 
+class MetricRecord(Record, frozen=True, kw_only=True):
+    """By which clients were scored, so that reports need not import its function."""
+
+    name: Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]{0,39}\Z")]
+    higher_is_better: bool
+    bounds: tuple[float, float] | None = None
+
+
 class Manifest(Record, frozen=True, kw_only=True):
     """The fields of all manifests."""
 
@@ -146,6 +152,8 @@ class Manifest(Record, frozen=True, kw_only=True):
     passport: PartitionRecord
     identity: Identity | UnsetType = UNSET  # earlier versions did not record it
     deployed: Deployed | None = None
+    metric: MetricRecord | None = None  # None: the accuracy, or the loss in earlier versions
+    own_method: OwnMethod | None = None  # of a method that is not part of fairvar
 
 
 class Scores(Record, frozen=True, kw_only=True):
@@ -204,8 +212,9 @@ class Stored:
         if manifest is None:
             raise IntegrityError(f"{folder} holds no finished run (it has no manifest)")
         path = folder / "config.toml"
-        config = stored_config(path, read_sealed(folder, manifest, path.name))
-        found, record = cls(folder, config, manifest), check(manifest, cls.kind)
+        record = check(manifest, cls.kind)
+        config = stored_config(path, read_sealed(folder, manifest, path.name), record)
+        found = cls(folder, config, manifest)
         found.check_manifest(record)
         _check_same_data(folder, record.passport, config)
         return found
@@ -279,15 +288,22 @@ class StoredRun(Stored):
             raise IntegrityError(f"{self.folder / name}: {error}") from None
 
 
-def stored_config(path: Path, content: bytes) -> Config:
-    """A stored configuration, which must have all sections."""
+def stored_config(path: Path, content: bytes, manifest: Manifest) -> Config:
+    """A stored configuration, which must have all sections. A method of the user's need not be
+    loaded: `Recorded` stands for it."""
     try:
         values = parse_toml(content.decode(), str(path))
         lacking = [field for field in Config.__struct_fields__ if field not in values]
         if lacking:
             raise BadInput(f"it lacks {', '.join(lacking)}")
-        return Config.from_dict(values)
-    except ValueError as error:  # BadInput, too: a method may need its plugin
+        section, facts = values["method"], manifest.own_method
+        if facts is None or not isinstance(section, dict) or find_method(str(section.get("name"))):
+            return Config.from_dict(values)
+        known = manifest.identity if isinstance(manifest.identity, Identity) else None
+        method = recorded_method(section, manifest.method, facts, known.version if known else 1)
+        rest = Config.from_dict({key: v for key, v in values.items() if key != "method"})
+        return replace(rest, method=method)
+    except ValueError as error:  # BadInput, too
         raise BadInput(f"{path} cannot be used: {error}") from None
 
 
@@ -312,8 +328,11 @@ def _check_same_history(run: StoredRun, history: History) -> None:
     diverged = facts["diverged_at"]  # the last evaluation is missing if the run diverged
     whole = rounds if diverged is None else min(last, diverged, rounds - 1)
     samples = {split: counts.tolist() for split, counts in history.samples.items()}
-    sizes = facts["passport"].get("split_sizes") or samples
+    told = facts["passport"]
+    sizes = told.get("split_answers") or told.get("split_sizes") or samples
     if run.deployed is not None:  # clients that never reported their sizes have 0
+        if told.get("split_answers"):  # of sequences, those in training are counted
+            sizes = {**sizes, "train": told["split_sizes"]["train"]}
         sizes = {
             split: [n and one for n, one in zip(counts, sizes.get(split) or counts, strict=False)]
             for split, counts in samples.items()
@@ -347,7 +366,7 @@ def final_scores(history: History) -> dict[str, dict[str, float]]:
     """The main fairness numbers of every evaluated split and model after the last round, without
     those that no client of a deployed run reported."""
     found: dict[str, dict[str, float]] = {}
-    for (split, model), table in history.accuracy.items():
+    for (split, model), table in history.score.items():
         if len(history.evaluated) and bool(table[-1].isfinite().any()):
             scores = history.fairness(split, model)
             found[f"{split}/{model}"] = {

@@ -35,8 +35,8 @@ from fairvar.errors import (
     RunFailed,
     explained,
 )
-from fairvar.methods.plugin import load_plugin
 from fairvar.process import INTERRUPTED, Report, stop_signals
+from fairvar.runs import own
 from fairvar.runs.batch import Group, run_group, tidy
 from fairvar.runs.config import Config
 from fairvar.runs.identity import batch_key, forget_files
@@ -83,7 +83,6 @@ def run_sweep(
     workers: int = 1,
     budget: float | None = None,
     save_every: int | None = None,
-    plugin: Path | None = None,
 ) -> Status:
     """Compute the missing runs of these groups (`arrange`). After an interruption or the end of the
     budget (seconds), the same call continues."""
@@ -107,7 +106,8 @@ def run_sweep(
             elif todo:
                 plain, count = list(map(plain_group, todo)), min(workers, len(todo))
                 stop = SPAWN.RawValue("b", 0)
-                task = Task(plain, out, meter.numbers, stop, count, save_every, plugin)
+                code = own.in_use(cells)
+                task = Task(plain, out, meter.numbers, stop, count, save_every, code)
                 run_workers(task, stopping, meter.show)
         except Interrupted:
             pass
@@ -228,7 +228,7 @@ class Task:
     stop: Any  # shared byte: 1 asks all workers to save and stop
     workers: int
     save_every: int | None = None
-    plugin: Path | None = None
+    code: Sequence[own.Own] = ()  # of the user's
 
     def todo(self, worker: int) -> Iterator[Group]:
         """Groups with missing runs. Workers start at different places, so that they rarely ask for
@@ -326,7 +326,7 @@ def _worker(task: Task, number: int, ready: Any, failing: Any) -> None:
     with process.handled(lambda signal_number, frame: leaving.set()):
         process.unblock_signals()
         try:
-            load_plugin(task.plugin)
+            own.load(task.code)
             ready.value = 1
             first = Config.from_dict(next(iter(task.groups[0].values())))
             mine = device_for(number, first.train.device, torch.cuda.device_count())
@@ -362,7 +362,7 @@ def plain_group(group: Group) -> dict[str, Any]:
 def _configs(group: dict[str, Any]) -> Group:
     cells = tuple(Config.from_dict(values) for values in group.values())
     if plain_group(cells).keys() != group.keys():
-        raise RunFailed("the data or the plugin were changed since the sweep began; start it again")
+        raise RunFailed("the data or your code were changed since the sweep began; start it again")
     return cells
 
 

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from fairvar.errors import BadInput
 from fairvar.methods.base import Method
 from fairvar.metrics import Fairness, mean_and_variance
 from fairvar.runs.config import Config, parse_toml
-from fairvar.runs.identity import Identity
+from fairvar.runs.identity import Identity, swept
 from fairvar.runs.select import Criterion, Curve, Validation, best
 from fairvar.runs.store import read_sealed
 from fairvar.runs.stored import Deployed, StoredRun
+from fairvar.scores import ACCURACY, Metric
 
 
 @dataclass(frozen=True)
@@ -32,19 +34,18 @@ class Summary:
     valid: Mapping[str, Curve]  # by model
     last: Mapping[str, tuple[float, float]]  # by model: test mean and variance after the last round
     births: Sequence[Mapping[str, Any]]  # provenance of each seed's run
+    metric: Metric = ACCURACY
 
     @staticmethod
     def of(histories: Sequence[History]) -> Summary:
         births = [history.provenance for history in histories]
-        if any(history.diverged_at is not None for history in histories):
-            return Summary((), True, {}, {}, births)
         first = histories[0]
+        if any(history.diverged_at is not None for history in histories):
+            return Summary((), True, {}, {}, births, first.metric)
         curves = {
-            (split, model): Curve.of(
-                np.stack([h.accuracy[split, model].numpy() for h in histories])
-            )
-            for split, model in first.accuracy
-            if split in ("valid", "test") and all((split, model) in h.accuracy for h in histories)
+            (split, model): Curve.of(np.stack([h.score[split, model].numpy() for h in histories]))
+            for split, model in first.score
+            if split in ("valid", "test") and all((split, model) in h.score for h in histories)
         }
         return Summary(
             first.evaluated.tolist(),
@@ -56,6 +57,7 @@ class Summary:
                 if split == "test" and len(curve.mean)
             },
             births,
+            first.metric,
         )
 
 
@@ -65,11 +67,13 @@ class Trial:
     are read on first use; empty if only the summary was kept."""
 
     method: Method
-    lr: float
+    lr: float  # NaN: not known
     source: Sequence[History] | Sequence[StoredRun]
     kept: Summary | None = None
     identity: Identity | None = None  # of one of its stored runs
     version: str = ""  # set if runs of several versions of the code have the same label
+    name: str = ""  # instead of the method's label
+    config: Config | None = None  # of one of its stored runs
 
     @cached_property
     def histories(self) -> Sequence[History]:
@@ -89,7 +93,8 @@ class Trial:
 
     @property
     def label(self) -> str:
-        return f"{self.method.label} [{self.version}]" if self.version else self.method.label
+        label = self.name or self.method.label
+        return f"{label} [{self.version}]" if self.version else label
 
     @property
     def knob(self) -> tuple[str, Any] | None:
@@ -106,8 +111,13 @@ class Trial:
         return [int(birth["seed"]) for birth in self.summary.births]
 
     @property
+    def metric(self) -> Metric:
+        """By which clients were scored."""
+        return self.summary.metric
+
+    @property
     def models(self) -> list[str]:
-        """Those whose test accuracy was measured; none if a seed diverged."""
+        """Those whose test scores were measured; none if a seed diverged."""
         return list(self.summary.last)
 
     def reported(self, model: str) -> str:
@@ -125,21 +135,25 @@ class Trial:
         strength = self.knob[1] if self.knob and isinstance(self.knob[1], float) else 0.0
         known = self.summary
         curve = None if known.diverged else known.valid[model]
+        if curve is not None and not self.metric.higher_is_better:
+            curve = replace(curve, mean=-curve.mean)
         return Validation(known.rounds, curve, len(known.births), strength)
 
-    def accuracy(self, model: str) -> Float64[np.ndarray, "seeds rounds n"]:
-        """Test accuracy of every client at the evaluated rounds."""
-        return np.stack([h.accuracy["test", model].numpy() for h in self.histories])
+    def scores(self, model: str) -> Float64[np.ndarray, "seeds rounds n"]:
+        """Test score of every client at the evaluated rounds."""
+        return np.stack([h.score["test", model].numpy() for h in self.histories])
 
     def test(self, model: str, at: int) -> list[Fairness]:
         """Test fairness of every seed at one evaluated round."""
         return [h.fairness("test", model, at) for h in self.histories]
 
     def describe(self, at: int | None = None) -> str:
-        parts = [f"lr {self.lr:g}"]
+        parts = [] if isnan(self.lr) else [f"lr {self.lr:g}"]
         if self.knob is not None:
             name, value = self.knob
             parts.append(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}")
+        if self.config is not None:
+            parts += [named(key, value) for key, value in swept(self.config).items()]
         if at is not None:
             parts.append(f"round {self.summary.rounds[at]}")
         return ", ".join(parts)
@@ -162,9 +176,9 @@ class Result:
         """The model that this result is about where others are about `model`."""
         return self.model or model
 
-    def seed_accuracy(self, model: str) -> Float64[np.ndarray, "seeds n"]:
-        """Test accuracy by (seed, client) at the chosen round."""
-        return self.trial.accuracy(model)[:, self.at]
+    def seed_scores(self, model: str) -> Float64[np.ndarray, "seeds n"]:
+        """Test scores by (seed, client) at the chosen round."""
+        return self.trial.scores(model)[:, self.at]
 
     def window(
         self, model: str
@@ -174,17 +188,25 @@ class Result:
         rounds = np.array(self.trial.summary.rounds)
         assert self.at is not None
         near = np.abs(rounds - rounds[self.at]) <= rounds[-1] / 8
-        means, variances = mean_and_variance(self.trial.accuracy(model))
+        means, variances = mean_and_variance(self.trial.scores(model))
         return means[:, near].mean(1), variances[:, near].mean(1)
 
     def late(self, model: str) -> Float64[np.ndarray, "rounds seeds n"]:
-        """Test accuracy in the last quarter of the rounds: the same rounds for every method."""
+        """Test scores in the last quarter of the rounds: the same rounds for every method."""
         evaluated = self.trial.histories[0].evaluated.numpy()
-        late = self.trial.accuracy(model)[:, evaluated > 0.75 * evaluated[-1]]
+        late = self.trial.scores(model)[:, evaluated > 0.75 * evaluated[-1]]
         return np.ascontiguousarray(late.swapaxes(0, 1))
 
     def samples(self) -> Int64[np.ndarray, " n"]:
         return self.trial.histories[0].samples["test"].numpy()
+
+
+def named(key: str, value: Any) -> str:
+    """A setting in a table: `batch_size 32`, `model avgcnn`."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {each}" for name, each in value.items())
+    section, _, last = key.rpartition(".")
+    return f"{section if last == 'name' else last} {value}"
 
 
 @dataclass(frozen=True)
@@ -199,6 +221,10 @@ class Group:
     results: Sequence[Result]
     data: str = ""  # start of the data's SHA-256, if several data sets have the same name
     deployed: Deployed | None = None  # None: simulated
+
+    @property
+    def metric(self) -> Metric:
+        return self.trials[0].metric
 
     @property
     def own_data(self) -> bool:
@@ -225,12 +251,21 @@ class Group:
     def kind(self) -> list[str]:
         """What distinguishes federations of one data set and alpha, if it is not the default."""
         deployed = ["deployed"] if self.deployed is not None and not self.own_data else []
-        return deployed + [self.config.protocol] * (self.config.protocol != "boxes")
+        protocol = [self.config.protocol] * (self.config.protocol != "boxes")
+        return deployed + protocol + self.varied
+
+    @property
+    def varied(self) -> list[str]:
+        """What a sweep varied between federations and is not part of their names anyway."""
+        known = ("data.name", "data.clients", "partition.alpha", "protocol")
+        varied = swept(self.config, apart=True).items()
+        return [named(key, value) for key, value in varied if key not in known]
 
     @property
     def model(self) -> str:
         if self.deployed is None:
-            return self.config.model.name
+            several = "model.name" in (self.config.select.over or ())
+            return "several models" if several else self.config.model.name
         size = self.deployed.parameters
         return self.deployed.model + (f" ({size:,} parameters)" if size else "")
 

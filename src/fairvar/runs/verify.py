@@ -23,6 +23,8 @@ from msgspec.structs import replace
 from fairvar import rng
 from fairvar.engine.history import History
 from fairvar.errors import BadInput, IntegrityError
+from fairvar.metrics import mean_and_variance
+from fairvar.runs import own
 from fairvar.runs.archive import ARCHIVE, LIST, Condensed, extract, unpacked, write_list
 from fairvar.runs.config import Config
 from fairvar.runs.identity import identity_of
@@ -30,6 +32,7 @@ from fairvar.runs.results import places, stored_runs
 from fairvar.runs.runner import train_runs
 from fairvar.runs.store import is_complete
 from fairvar.runs.stored import StoredRun, final_scores, verify
+from fairvar.scores import ACCURACY, Metric
 
 
 class Tolerance(NamedTuple):
@@ -55,9 +58,10 @@ class Agreement:
 
     run: StoredRun
     rounds: int
-    accuracy: float  # largest difference of a mean accuracy over clients
-    answers: float  # largest share of answers, over all clients together, that differ
+    accuracy: float  # largest difference of a mean accuracy, or another score, over clients
+    answers: float | None  # largest share of answers, of all clients, that differ; None: no labels
     loss: float  # largest relative difference of a client's training loss
+    metric: Metric = ACCURACY
 
     @property
     def holds(self) -> bool:
@@ -76,7 +80,7 @@ class Agreement:
             "seed": config.train.seed,
             "made_on": self.run.manifest["birth"].get("device"),
             "rounds": self.rounds,
-            "accuracy_difference": self.accuracy,
+            f"{self.metric.name}_difference": self.accuracy,
             "answers_that_differ": self.answers,
             "loss_difference": self.loss,
             "tolerance": tolerance(config)._asdict(),
@@ -99,7 +103,10 @@ def check_files(folder: Path) -> int:
 
 
 def _check_scores(run: StoredRun, history: History) -> None:
-    """The numbers in the manifest are those of the history."""
+    """The numbers in the manifest are those of the history. Earlier versions wrote none for runs
+    without labels."""
+    if run.manifest.get("metric") is None and not history.classifies:
+        return
     found, stored = final_scores(history), run.manifest["result"]
     flat = [(key, name) for key in found for name in found[key]]
     pairs = [(found[key][name], stored.get(key, {}).get(name)) for key, name in flat]
@@ -139,6 +146,7 @@ def _elsewhere(run: StoredRun) -> bool:
 
 def rerun(run: StoredRun, evaluations: int, device: str = "cpu") -> Agreement:
     """Run the rounds up to the given number of evaluations again, and compare."""
+    run = _with_code(run)
     stored, config = run.history(), run.config
     evaluated = stored.evaluated[:evaluations]
     if not len(evaluated):
@@ -147,6 +155,21 @@ def rerun(run: StoredRun, evaluations: int, device: str = "cpu") -> Agreement:
     train = replace(config.train, rounds=int(evaluated[-1]), device=device)
     (again,) = train_runs([replace(config, train=train)])
     return compared(run, stored, again)
+
+
+def _with_code(run: StoredRun) -> StoredRun:
+    """The run with the user's code that it was made with. A stored file must not make any code run,
+    so only such is used that this user has loaded, or has computed runs with on this machine."""
+    if not own.is_loaded(run.config):
+        own.recall(run.identity.code)
+        run = StoredRun.open(run.folder)
+    if not own.is_loaded(run.config):
+        raise BadInput(
+            f"{run.folder.name} was made with code that is not part of fairvar and was not run on "
+            "this machine; look at it, then give its file or the configuration that names it: "
+            "--plugin FILE"
+        )
+    return run
 
 
 def _check_here(run: StoredRun) -> None:
@@ -163,15 +186,26 @@ def _check_here(run: StoredRun) -> None:
 
 
 def compared(run: StoredRun, stored: History, again: History) -> Agreement:
-    """At the evaluated rounds that both have."""
-    rows = len(again.evaluated)
+    """At the evaluated rounds that both have. A mean score that is no fraction is compared with its
+    own size, or with the spread over clients where that is larger."""
+    rows, metric = len(again.evaluated), again.metric
+    if metric.name != stored.metric.name:
+        raise BadInput(f"{run.folder.name} was scored by {stored.metric.title}, here by "
+                       f"{metric.title}")  # fmt: skip
     accuracy, answers = 0.0, 0.0
+    for key, table in again.score.items():
+        known = stored.score[key][:rows]
+        gap = (table - known).nanmean(1).abs()
+        if metric.factor != 100:
+            mean, variance = map(torch.from_numpy, mean_and_variance(known.numpy()))
+            gap = gap / torch.maximum(mean.abs(), variance.nan_to_num().sqrt()).clamp_min(1e-9)
+        accuracy = max([accuracy, *gap[torch.isfinite(gap)].tolist()])
     for key, table in again.accuracy.items():
         gap = table - stored.accuracy[key][:rows]
         samples = again.samples[key[0]].double()
-        accuracy = max(accuracy, float(gap.nanmean(1).abs().max()))
         answers = max(answers, float((gap.abs() * samples).nansum(1).max() / samples.sum()))
     known = stored.loss[:rows]
     gaps = (again.at_evaluations().loss - known).abs() / known.abs().clamp_min(1e-3)
     loss = max(gaps[torch.isfinite(gaps)].tolist(), default=0.0)
-    return Agreement(run, again.rounds, accuracy, answers, loss)
+    counted = answers if again.accuracy else None
+    return Agreement(run, again.rounds, accuracy, counted, loss, metric)

@@ -44,11 +44,12 @@ XZ_MEMORY = 128 << 20  # an .xz file may ask for 4 GB
 class Samples:
     """A data set as its files hold it: the first `train` samples, then the official test part.
 
-    x: uint8 pixels (N, channels, height, width), or float32 where a user's array has floats.
+    x: uint8 pixels (N, channels, height, width), float32 where a user's array has floats, or int64
+    tokens (N, length). y: one label per sample, or one per token.
     """
 
     x: np.ndarray
-    y: np.ndarray  # int64 (N,)
+    y: np.ndarray  # int64 (N,) or (N, length)
     train: int
     classes: int
     groups: np.ndarray | None = None

@@ -4,9 +4,10 @@
 
     app = server_app()  # in server_app.py of a Flower app; client_app() in client_app.py
 
-Both take a `model` function for a model of your own. The app's run configuration (`setup.py`) says
-what is trained, a node's configuration (`client.py`) says where its data are. `new_app` writes an
-app from the template, and `run_app` trains it with Flower's own `flwr run`.
+Both take the app's functions: `model` for a model and a loss of your own, `data` for the data of a
+node. The app's run configuration (`setup.py`) says what is trained, a node's configuration
+(`client.py`) who it is and where its data are. `new_app` writes an app from the template, and
+`run_app` (`launch.py`) trains it with Flower's own `flwr run`.
 
 Flower reads its telemetry switch when it is imported, which is before an app is imported: an app
 cannot change it. So the switch must be in the environment of every process of Flower: those that
@@ -16,17 +17,16 @@ cannot change it. So the switch must be in the environment of every process of F
 from __future__ import annotations
 
 import keyword
-import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fairvar.errors import BadInput, RunFailed
+from fairvar.deploy.flower.launch import require_flower as require_flower
+from fairvar.deploy.flower.launch import run_app as run_app
+from fairvar.errors import BadInput
 from fairvar.runs.store import write_text
 
 if TYPE_CHECKING:
@@ -35,16 +35,18 @@ if TYPE_CHECKING:
     from flwr.clientapp.typing import Mod
     from flwr.serverapp import Grid, ServerApp
 
+    from fairvar.data.client_data import ClientData
+    from fairvar.deploy.flower.client import Data
     from fairvar.deploy.flower.setup import Model
 
 AT_TOP = ("pyproject.toml", "README.md")
-IN_PACKAGE = ("__init__.py", "model.py", "server_app.py", "client_app.py")
+IN_PACKAGE = ("__init__.py", "data.py", "model.py", "server_app.py", "client_app.py")
 TAKEN = ("fairvar", "flwr", "numpy", "torch")  # an app of this name would hide them
-QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
 
 
-def server_app(model: Model | None = None) -> ServerApp:
-    """The ServerApp: runs the rounds, checks the replies, stores the run."""
+def server_app(model: Model | None = None, data: Data | None = None) -> ServerApp:
+    """The ServerApp: runs the rounds, checks the replies, stores the run. It has no data: `data`
+    is the nodes' function, whose code is part of what the run is."""
     require_flower()
     from flwr.serverapp import ServerApp
 
@@ -55,28 +57,41 @@ def server_app(model: Model | None = None) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        run_on(grid, read_setup(context.run_config, model))
+        run_on(grid, read_setup(context.run_config, model, data))
 
     return app
 
 
-def client_app(model: Model | None = None, mods: Sequence[Mod] = ()) -> ClientApp:
-    """The ClientApp: trains on the node's data. `mods` are Flower's, such as its LocalDpMod; they
-    act on the train exchange."""
+def client_app(
+    model: Model | None = None, data: Data | None = None, mods: Sequence[Mod] = ()
+) -> ClientApp:
+    """The ClientApp: trains on the node's data, by default its part of the embedded set. `mods` are
+    Flower's, such as its LocalDpMod; they act on the train exchange."""
     require_flower()
-    from fairvar.deploy.flower.client import app_of, node_client
+    from fairvar.deploy.flower import client
 
-    return app_of(lambda context: node_client(context, model), mods)
+    return client.client_app_of(data or client.embedded_part, model, mods)
 
 
-def require_flower() -> None:
-    """Raise `BadInput` if Flower is not installed. Also switches off its telemetry in processes
-    that this one starts, and in this one unless Flower was imported before."""
-    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-    try:
-        import flwr  # noqa: F401
-    except ImportError:
-        raise BadInput('Flower is not installed; run: pip install "fairvar[flower]"') from None
+def embedded_part(context: Context) -> ClientData:
+    """For `data`: part i of the embedded data set that the run names, for client i."""
+    from fairvar.deploy.flower import client
+
+    return client.embedded_part(context)
+
+
+def site_of(context: Context) -> str:
+    """For `data`: the name of this node's site."""
+    from fairvar.deploy.flower import client
+
+    return client.site_of(context)
+
+
+def place_of(context: Context) -> Path:
+    """For `data`: where the data of this node are, a file or a folder."""
+    from fairvar.deploy.flower import client
+
+    return client.place_of(context)
 
 
 def new_app(folder: Path) -> list[Path]:
@@ -98,31 +113,3 @@ def new_app(folder: Path) -> list[Path]:
         text = source.read_text(encoding="utf-8") if source.is_file() else ""
         write_text(path, text.replace("APP_NAME", name).replace("APP-NAME", name.replace("_", "-")))
     return list(paths.values())
-
-
-def run_app(app: Path, arguments: Sequence[str] = ()) -> None:
-    """`flwr run APP ARGUMENTS`, without telemetry unless the user's own environment asks for it."""
-    if not (app / "pyproject.toml").is_file():
-        raise BadInput(f"{app} is not a Flower app (it has no pyproject.toml); "
-                       "`fairvar flower new` writes one")  # fmt: skip
-    environment = quiet_environment()
-    home = Path(environment.get("FLWR_HOME", Path.home() / ".flwr"))
-    if not home.exists():  # a local SuperLink stores private things there
-        home.mkdir(mode=0o700, parents=True)
-    command = [_flwr(), "run", str(app), *arguments]
-    done = subprocess.run(command, env=environment)  # noqa: S603  # arguments of the user
-    if done.returncode:
-        raise RunFailed(f"flwr run ended with {done.returncode}; its own message is above")
-
-
-def quiet_environment() -> dict[str, str]:
-    """This environment for a process of Flower; its programs find each other by PATH."""
-    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return {**QUIET, **os.environ, "PATH": paths}
-
-
-def _flwr() -> str:
-    found = shutil.which("flwr", path=quiet_environment()["PATH"])
-    if found is None:
-        raise BadInput('Flower is not installed; run: pip install "fairvar[flower]"')
-    return found

@@ -1,17 +1,18 @@
 """The ClientApp. A node's configuration says which client it is and where its data are:
 
-    flower-supernode … --node-config 'client=3 data="/data/ward.npz"'
+    flower-supernode … --node-config 'site="berlin" data="/data/ward.csv"'
 
-Without `data`, client i holds part i of the embedded data set of the run (Flower's `partition-id`
-works as well). Flower starts a new process for each message, and nothing is kept between them but
-a client's personal model: in the folder that the node's configuration names (`personal="/folder"`;
-in fairvar's cache by default). What a node does for differential privacy (`clipped`) and for secure
-aggregation (`secured`) are Flower's mods.
+The app's function `data` reads them (`site_of` and `place_of` tell it what stands there, also in a
+simulation). Without names of sites a node says `client=3`. Flower starts a new process for each
+message, and nothing is kept between them but a client's personal model: in the folder that the
+node's configuration names (`personal="/folder"`; in fairvar's cache by default). What a node does
+for differential privacy (`clipped`) and for secure aggregation (`secured`) are Flower's mods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,23 @@ from flwr.common.secure_aggregation.secaggplus_utils import share_keys_plaintext
 from flwr.compat.common import recorddict_compat as compat
 from flwr.supercore.differential_privacy import KEY_CLIPPING_NORM
 
-from fairvar.data import IID, build_federation
+from fairvar.data.client_data import ClientData
 from fairvar.data.federation import Federation
 from fairvar.data.fetch import cache_dir
-from fairvar.data.sources import load
 from fairvar.deploy.client import SAMPLES, Client, Stamp, contribution, only
 from fairvar.deploy.client import Message as Plain
-from fairvar.deploy.flower.setup import SECURE, Model, SecureSettings, Setup, read_setup
+from fairvar.deploy.flower.setup import (
+    OWN_DATA,
+    SECURE,
+    Model,
+    SecureSettings,
+    Setup,
+    read_setup,
+    sites_of,
+)
 from fairvar.deploy.flower.transport import (
     FACTS,
+    SITE,
     UNREADABLE,
     error_of,
     from_records,
@@ -53,8 +62,29 @@ from fairvar.deploy.flower.transport import (
 from fairvar.errors import BadInput
 from fairvar.runs.runner import federation_of
 
+Data = Callable[[Context], ClientData]  # reads the data of the node that this context is of
 
-def app_of(client_of: Callable[[Context], Client], mods: Sequence[Mod] = ()) -> ClientApp:
+
+class Part(ClientData):
+    """Of an embedded data set, which the server knows as well."""
+
+
+def client_app_of(data: Data, model: Model | None, mods: Sequence[Mod]) -> ClientApp:
+    """An app with the data that this function reads at every node."""
+
+    def name_of(context: Context) -> str:
+        with suppress(Exception):  # the first answer will tell why the data cannot be read
+            return data(context).name or site_of(context)
+        return site_of(context)
+
+    return app_of(lambda context: node_client(context, data, model), mods, name_of)
+
+
+def app_of(
+    client_of: Callable[[Context], Client],
+    mods: Sequence[Mod] = (),
+    name_of: Callable[[Context], str] = lambda context: "",
+) -> ClientApp:
     """An app that answers as the client of its node."""
     app = ClientApp()
 
@@ -63,8 +93,8 @@ def app_of(client_of: Callable[[Context], Client], mods: Sequence[Mod] = ()) -> 
         return Message(to_records(reply), reply_to=message)
 
     def hello(message: Message, context: Context) -> Message:
-        me = Plain(Stamp("probe", -1), client_id(context.node_config))
-        return Message(to_records(me), reply_to=message)
+        me = Plain(Stamp("probe", -1), client_id(context))
+        return Message(to_records(me, {SITE: name_of(context)}), reply_to=message)
 
     app.query("hello")(hello)
     app.query("probe", mods=[secured])(answer)
@@ -73,43 +103,74 @@ def app_of(client_of: Callable[[Context], Client], mods: Sequence[Mod] = ()) -> 
     return app
 
 
-def node_client(context: Context, model: Model | None) -> Client:
+def node_client(context: Context, data: Data, model: Model | None) -> Client:
     setup = read_setup(context.run_config, model)
     torch.set_num_threads(setup.config.train.threads)  # for the last bits of a simulated run
-    number = client_id(context.node_config)
     folder = context.node_config.get("personal") or cache_dir() / "personal"
-    data = node_data(setup, number, context.node_config)
-    return Client(number, data, setup.agreed, Path(str(folder)))
+    found = node_data(setup, data(context))
+    return Client(client_id(context), found, setup.agreed, Path(str(folder)))
 
 
-def client_id(node_config: Mapping[str, Any]) -> int:
-    given = node_config.get("client", node_config.get("partition-id"))
+def client_id(context: Context) -> int:
+    """The node's place among the run's sites, or the number that it is started with."""
+    sites, config = sites_of(context.run_config), context.node_config
+    if "site" in config and sites:
+        if config["site"] not in sites:
+            raise BadInput(f"this node is started as site {config['site']!r}, the run has "
+                           f"{', '.join(sites)}")  # fmt: skip
+        return sites.index(str(config["site"]))
+    given = config.get("client", config.get("partition-id"))
     if type(given) is not int or given < 0:
-        raise BadInput(
-            f"this node's client id is {given!r}; start it with --node-config 'client=0'"
-        )
+        way = f'site="{sites[0]}"' if sites else "client=0"
+        raise BadInput(f"this node's client id is {given!r}; start it with --node-config '{way}'")
     return given
 
 
-def node_data(setup: Setup, client: int, node_config: Mapping[str, Any]) -> Federation:
-    """A federation of this client only, from its own files or the embedded data set."""
-    config, place = setup.config.data, node_config.get("data")
-    if not setup.own_data:
-        return only(federation_of(setup.config), client)
-    if not isinstance(place, str):
-        raise BadInput(f"the run trains on nodes' own {config.name} data; start this node with "
-                       "--node-config 'data=\"/path\"'")  # fmt: skip
-    classes = setup.agreed.classes
-    dataset = load(config.name, place, classes=classes)  # a node may lack some classes
-    held = len(np.unique(dataset.y))
-    if config.name == "folder" and held != classes:  # numbered by the folders that exist
-        raise BadInput(f"{place} has {held} class sub-folders with images, the run {classes} "
-                       "classes; a node that lacks some must use .npz")  # fmt: skip
-    found = build_federation(dataset, 1, IID(), config.seed, config.split, "split")
-    if found.input_shape != setup.agreed.input_shape:
-        raise BadInput(f"samples in {place} have shape {found.input_shape}, the run expects "
-                       f"{setup.agreed.input_shape}")  # fmt: skip
-    return found
+def site_of(context: Context) -> str:
+    """The name of this node: the `site` that it is started with or, in a simulation, that of its
+    number in the run's `sites`. Empty if sites have no names."""
+    sites, number = sites_of(context.run_config), context.node_config.get("partition-id")
+    simulated = sites[number] if type(number) is int and number < len(sites) else ""
+    return str(context.node_config.get("site", simulated))
+
+
+def place_of(context: Context) -> Path:
+    """Where this node's data are: the `data` that it is started with or, in a simulation of own
+    data, the file or folder with the site's name in the `folder` of the run."""
+    given, folder = context.node_config.get("data"), str(context.run_config.get("folder", ""))
+    if given is None and "partition-id" in context.node_config and folder:
+        found = {path.stem: path for path in sorted(Path(folder).iterdir())}
+        given = str(found.get(site_of(context), "")) or None
+    if given is None:
+        raise BadInput("this node does not know where its data are; start it with --node-config "
+                       "'data=\"/path\"', or simulate with --data FOLDER")  # fmt: skip
+    return Path(str(given))
+
+
+def embedded_part(context: Context) -> ClientData:
+    """Part i of the embedded data set of the run, for client i."""
+    setup, number = read_setup(context.run_config), client_id(context)
+    if setup.own_data:
+        raise BadInput(f'data = "{OWN_DATA}": the function `data` of the app must read the data of '
+                       "this node, but it gives part of an embedded set")  # fmt: skip
+    mine = only(federation_of(setup.config), number)
+    parts = {name: (s.x, s.y) for name, s in mine.splits.items() if len(s.y) or name == "train"}
+    return Part(**parts, name=site_of(context))
+
+
+def node_data(setup: Setup, found: ClientData) -> Federation:
+    """A federation of this client only."""
+    if not isinstance(found, ClientData):
+        raise BadInput(f"the function `data` of the app gives a {type(found).__name__}; it must "
+                       "give a fairvar.ClientData")  # fmt: skip
+    if not setup.own_data and not isinstance(found, Part):
+        raise BadInput(f"the function `data` of the app reads own data, but the run says data = "
+                       f'"{setup.config.data.name}"; set data = "{OWN_DATA}"')  # fmt: skip
+    federation = found.federation(setup.agreed.classes)
+    if federation.input_shape != setup.agreed.input_shape:
+        raise BadInput(f"samples have shape {federation.input_shape}, the run expects "
+                       f"{setup.agreed.input_shape} (input-shape)")  # fmt: skip
+    return federation
 
 
 # -- mods ------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """The ServerApp: a run on Flower is stored in the same files as a simulated one.
 
 A checkpoint is written after every round. The same run, started again, continues from the last
-checkpoint, whatever happened to the server, its SuperLink or the nodes. `flwr run --stream` ends
-with 0 even if the ServerApp fails, so the file failed.txt in the run's folder says why it failed.
+checkpoint, whatever happened to the server, its SuperLink or the nodes. The log has a line for each
+round and ends with the scores of the run. `flwr run --stream` ends with 0 even if the ServerApp
+fails, so the file failed.txt in the run's folder says why it failed.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ from flwr.supercore.differential_privacy import (
 )
 from torch import nn
 
+from fairvar.data.fetch import file_digest
 from fairvar.deploy.client import sends_loss
 from fairvar.deploy.flower.secure import SecureTransport
 from fairvar.deploy.flower.setup import SECURE, PrivacySettings, Setup
+from fairvar.deploy.flower.summary import progress, tell
 from fairvar.deploy.flower.transport import LOG, GridTransport
 from fairvar.deploy.guard import FederationSettings, Notes, Refusal, RoundNote
 from fairvar.deploy.run import Federated, check_start, federate, first_state
@@ -52,6 +55,7 @@ from fairvar.runs.identity import (
     code_sha256,
     data_sha256,
     fingerprint,
+    metric_code,
     version_of,
 )
 from fairvar.runs.runner import federation_of, record_federation, run_files
@@ -79,7 +83,8 @@ def run_on(grid: Grid, setup: Setup) -> Path:
     folder = folder_of(setup)
     with _one_server(folder):
         if is_complete(folder):
-            LOG.info("this run is finished already: %s", folder)
+            LOG.info("this run is finished already")
+            tell(folder)
             return folder
         (folder / FAILED).unlink(missing_ok=True)
         try:
@@ -88,7 +93,7 @@ def run_on(grid: Grid, setup: Setup) -> Path:
         except Exception as error:
             write_text(folder / FAILED, f"{error or type(error).__name__}\n")
             raise
-    LOG.info("the run is in %s", folder)
+    tell(folder)
     return folder
 
 
@@ -117,8 +122,11 @@ def _rounds(grid: Grid, setup: Setup, folder: Path) -> Federated:
                            "size, which the sum's range cannot hold; take group norm")  # fmt: skip
 
     def keep(done: int, make: Callable[[], Checkpoint]) -> None:
-        write_checkpoint(folder, done, {folder.name: pack_checkpoint(make(), key)})
-        LOG.info("round %s of %s", done, setup.config.train.rounds)
+        made = make()
+        write_checkpoint(folder, done, {folder.name: pack_checkpoint(made, key)})
+        LOG.info(
+            "round %s of %s%s", done, setup.config.train.rounds, progress(made, agreed.clients)
+        )
 
     def finish(outcome: Outcome) -> Outcome:
         return outcome if privacy is None else noisy(outcome, privacy)
@@ -139,9 +147,11 @@ def _store(setup: Setup, folder: Path, history: History, notes: Notes) -> None:
         "privacy_spent": spent(setup.privacy, setup.agreed.clients, history.rounds),
         "secure": setup.secure,
         "start": setup.start and str(setup.start),
+        "sites": {str(client): name for client, name in sorted(notes.names.items())},
     }
+    refused = [(*refusal, notes.names.get(refusal.client, "")) for refusal in notes.refused]
     more = {
-        "refused.csv": _csv(notes.refused, Refusal._fields),  # every reply that was left out
+        "refused.csv": _csv(refused, (*Refusal._fields, "site")),  # every reply that was left out
         "rounds.csv": _csv(notes.rounds, RoundNote._fields),  # the clients of every round
         "federation.json": msgspec.json.encode(terms, order="sorted"),
     }
@@ -186,7 +196,9 @@ def _identity(setup: Setup) -> Identity:
     config, model = setup.config, setup.agreed.model
     code = code_of(config)
     if setup.own_model and isinstance(model, nn.Module):
-        code = code_sha256(type(config.method), *dict.fromkeys(map(type, model.modules())))
+        parts: list[Any] = [*dict.fromkeys(map(type, model.modules())), *metric_code(config)]
+        parts += [part for part in (setup.agreed.loss, setup.reads) if callable(part)]
+        code = code_sha256(type(config.method), *parts)
     return Identity(
         fingerprint(config),
         None if setup.own_data else data_sha256(config.data),
@@ -211,7 +223,22 @@ def _further_settings(setup: Setup) -> dict[str, object]:
         "data": (agreed.input_shape, agreed.classes) if setup.own_data else None,
         "model": outline if setup.own_model else None,
         **({} if bounds is None else {"defences": bounds}),
+        **({} if agreed.loss == setup.config.model.loss else {"loss": _name(agreed.loss)}),
+        **({"sites": setup.sites} if setup.sites else {}),
+        **({"folder": _content(setup.folder)} if setup.folder else {}),
     }
+
+
+def _name(loss: object) -> str:
+    return str(getattr(loss, "__qualname__", loss))
+
+
+def _content(folder: Path) -> str:
+    """SHA-256 of the files of simulated sites: other data are another run."""
+    found = hashlib.sha256()
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        found.update(f"{file.relative_to(folder)}\0{file_digest(file)}\n".encode())
+    return found.hexdigest()
 
 
 def _unusual(rules: FederationSettings, *names: str) -> tuple[object, ...] | None:

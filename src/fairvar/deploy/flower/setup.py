@@ -4,12 +4,14 @@ Flower's run configuration is flat and has fixed keys; everything else goes into
 
     method = "fairgrad"                  any name of `fairvar methods`
     method-options = "strength=0.1 exact=true"
-    data = "digits"                      an embedded set (node i holds part i), or "npz", "folder":
-                                         every node's own files
-    clients = 5                          the number of all possible clients
+    data = "digits"                      an embedded set (node i holds part i), or "own": what the
+                                         function `data` of the app reads at every node
+    clients = 5                          the number of all possible clients …
+    sites = "berlin lyon"                … or their names; a client's id is its place here
+    folder = ""                          to simulate own data: a file or folder for each site
     rounds = 3                           in all, including those of the run to start from
     options = "train.batch_size=16 federation.deadline=60"    any other key of a fairvar file
-    input-shape = "64", classes = 10     of one sample; only for nodes' own files
+    input-shape = "64", classes = 10     of one sample; for own data only; 0 classes: regression
     out = "runs"                         where the server writes the run
     start = ""                           the folder of a finished run to start from
     secure-aggregation = false           true: the server learns sums over clients only (`secure`)
@@ -18,6 +20,7 @@ Flower's run configuration is flat and has fixed keys; everything else goes into
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,14 +36,19 @@ from fairvar.data.sources import OWN
 from fairvar.deploy.client import Agreement, is_additive
 from fairvar.deploy.guard import OFF, FederationSettings, check_average
 from fairvar.engine.batches import Participation
+from fairvar.engine.losses import LossFunction
 from fairvar.errors import BadInput
 from fairvar.runs.config import Config, assign, merge_overrides, refuse_unknown
+from fairvar.runs.own import load_plugins
 from fairvar.runs.runner import federation_of, initial_model
 from fairvar.validation import Checked, NonNegative, Positive
 
-Model = Callable[[], nn.Module]  # gives the same architecture on the server and on every node
+# The same architecture on the server and on every node; with a loss, unless the configuration
+# names it.
+Model = Callable[[], nn.Module | tuple[nn.Module, str | LossFunction]]
 S = TypeVar("S", bound=Checked)
 SECURE = "secure-aggregation"
+OWN_DATA = "own"
 FEWEST = 3  # clients in a secure sum; of two clients, each could subtract its own value
 PLACES = {
     "method": "method.name",
@@ -51,7 +59,7 @@ PLACES = {
     "lr": "train.lr",
     "seed": "train.seed",
 }
-TEXTS = ("method-options", "options", "input-shape", "out", "start")
+TEXTS = ("method-options", "options", "input-shape", "out", "start", "sites", "folder")
 KNOWN = dict.fromkeys((*PLACES, *TEXTS, "classes", SECURE), object)
 
 
@@ -116,13 +124,12 @@ class Setup:
     out: Path
     start: Path | None
     model: Model | None  # the app's; None: that of the configuration
-    input_shape: tuple[int, ...]  # of nodes' own files, as are the classes
+    own_data: bool  # nodes train on their own data, which the server does not know
+    input_shape: tuple[int, ...]  # of own data, as are the classes
     classes: int | None
-
-    @property
-    def own_data(self) -> bool:
-        """Whether nodes train on their own files, which the server does not know."""
-        return self.config.data.name in OWN
+    sites: tuple[str, ...]  # names of the clients; empty: they have numbers only
+    folder: Path | None  # of the data of simulated sites
+    reads: Callable[..., Any] | None  # the app's function for own data, which is part of the run
 
     @property
     def own_model(self) -> bool:
@@ -131,42 +138,55 @@ class Setup:
     @cached_property
     def agreed(self) -> Agreement:
         """Reads the data of the configuration and builds the model."""
-        config, shape, classes = self.config, self.input_shape, self.classes
+        config, shape, classes, like = self.config, self.input_shape, self.classes, None
         if not self.own_data:
             data = federation_of(config)
-            shape, classes = data.input_shape, data.classes
+            shape, classes, like = data.input_shape, data.classes, data.train.blank(4)
+        loss: str | LossFunction = config.model.loss
         if self.model is None:
-            module = initial_model(config, shape, classes or 1)
+            made: Any = initial_model(config, shape, classes or 1)
         else:
             with torch.random.fork_rng(devices=[]):  # the initial model follows from the seed
                 torch.manual_seed(config.train.seed)
-                module = self.model()
+                made = self.model()
+        module, loss = made if isinstance(made, tuple) else (made, loss)
         return Agreement(
             model=module,
             method=config.method,
-            loss=config.model.loss,
+            loss=loss,
             train=config.train,
             evaluate=config.evaluate,
             clients=config.data.clients,
             input_shape=shape,
             classes=classes,
+            like=like,
         )
 
 
-def read_setup(run_config: Mapping[str, Any], model: Model | None = None) -> Setup:
-    """Check the run configuration, on the server and on every node alike."""
+def read_setup(
+    run_config: Mapping[str, Any],
+    model: Model | None = None,
+    data: Callable[..., Any] | None = None,
+) -> Setup:
+    """Check the run configuration, on the server and on every node alike. `model` and `data` are
+    the app's functions."""
     refuse_unknown(run_config, KNOWN, "")
-    values: dict[str, Any] = {"method": {}, "partition": msgspec.to_builtins(Config().partition)}
+    partition = msgspec.to_builtins(Config().partition)
+    values: dict[str, Any] = {"method": {}, "data": {}, "partition": partition}
     for key, place in PLACES.items():
         if key in run_config:
             assign(values, place, run_config[key])
     texts = {key: str(run_config.get(key, "")) for key in TEXTS}
+    own, sites = _own_data(values["data"]), sites_of(run_config)
+    if sites:
+        values["data"]["clients"] = len(sites)
     overrides = [f"method.{text}" for text in _words(texts["method-options"], "method-options")]
     values = merge_overrides(values, [*overrides, *_words(texts["options"], "options")])
     given = values.pop("federation", {})
     private, masked = values.pop("privacy", None), values.pop("secure", None)
     rules = _section(FederationSettings, given)
     privacy = None if private is None else _section(PrivacySettings, private)
+    load_plugins(values, Path(), *map(Path, sys.path))  # Flower puts the app's folder there
     config, secure = Config.from_dict(values), None
     if run_config.get(SECURE):
         secure = _section(SecureSettings, masked or {})
@@ -176,10 +196,10 @@ def read_setup(run_config: Mapping[str, Any], model: Model | None = None) -> Set
     elif masked is not None:
         raise BadInput(f"secure.* is given without {SECURE} = true")
     check_average(rules, config.method)
-    own, classes = config.data.name in OWN, run_config.get("classes")
-    shape = _shape(texts["input-shape"]) if own else ()
-    if own and classes is None:
-        raise BadInput("nodes with their own data need `classes` in the run configuration")
+    classes, shape = run_config.get("classes"), _shape(texts["input-shape"]) if own else ()
+    if own and (type(classes) is not int or classes < 0):
+        raise BadInput(f"classes = {classes!r}: own data need their number of classes, or 0 for a "
+                       "regression")  # fmt: skip
     return Setup(
         config=config,
         rules=_possible_bounds(rules, given, privacy, secure),
@@ -188,9 +208,34 @@ def read_setup(run_config: Mapping[str, Any], model: Model | None = None) -> Set
         out=Path(texts["out"] or "runs"),
         start=Path(texts["start"]) if texts["start"] else None,
         model=model,
+        own_data=own,
         input_shape=shape,
-        classes=classes,
+        classes=classes or None,
+        sites=sites,
+        folder=Path(texts["folder"]) if texts["folder"] else None,
+        reads=data if own else None,
     )
+
+
+def _own_data(data: dict[str, Any]) -> bool:
+    """Whether the run configuration says so. The stored configuration names no data set of ours
+    then, but it must name one: .npz files of unknown place."""
+    if data.get("name") in OWN:
+        raise BadInput(f'data = "{data["name"]}": the function `data` of the app reads a node\'s '
+                       f'files; write it there and set data = "{OWN_DATA}"')  # fmt: skip
+    own = data.get("name") == OWN_DATA
+    if own:
+        data["name"] = "npz"
+    return own
+
+
+def sites_of(run_config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the clients by id; none if they have numbers only."""
+    text = str(run_config.get("sites", ""))
+    names = tuple(_words(text, "sites"))
+    if len(set(names)) < len(names) or not all(name.isprintable() for name in names):
+        raise BadInput(f"sites = {text!r}: every site needs a name of its own")
+    return names
 
 
 def _possible_bounds(

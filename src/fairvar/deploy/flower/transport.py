@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -36,7 +37,16 @@ from numpy.lib import format as npy
 from torch import Tensor
 
 from fairvar.deploy.client import Message, Number, Stamp
-from fairvar.deploy.guard import Arrival, BadMessage, Form, Reason, brief, check_forms
+from fairvar.deploy.guard import (
+    Arrival,
+    BadMessage,
+    Form,
+    Reason,
+    brief,
+    check_forms,
+    labelled,
+)
+from fairvar.errors import BadInput
 from fairvar.tree import Tree
 
 T = TypeVar("T")
@@ -50,6 +60,9 @@ ARRAYS, FACTS, NUMBER = "arrays", "message", "number/"
 KINDS = {"probe": "query.probe", "train": "train", "evaluate": "evaluate"}  # message types
 HELLO = "query.hello"
 NAMES, WANTED = "names", "wanted"  # in the older interface arrays have no names: "x/weight x/bias"
+SITE = "site"  # in an answer to hello: the node's name
+# How Flower quotes the exception of an app: <class 'module.Name'>:<'text'>
+QUOTED = re.compile(r"<class '(?:\w+\.)*(\w+)'>:<'(.*)'>", re.DOTALL)
 UNREADABLE = "unreadable"  # in a node's reply: the nodes whose shares it cannot decrypt
 _NAMES = ("float16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool")
 DTYPES: dict[np.dtype[Any], torch.dtype] = {np.dtype(n): getattr(torch, n) for n in _NAMES}
@@ -65,17 +78,29 @@ class GridTransport:
         self.grid, self.clients, self.facts = grid, clients, facts or {}
         self.nodes: dict[int, int] = {}  # client id → node id
         self.keys: dict[int, str] = {}  # client id → the key of its node
+        self.names: dict[int, str] = {}  # client id → the name of its site
         self.listed: dict[int, str] = {}  # node id → its key
         self.greeted: dict[str, int] = {}  # unanswered hello messages → node id
         self.refused: dict[int, float] = {}  # node id → when to ask it again
 
     def present(self, at_least: int, seconds: float) -> Sequence[int]:
+        self._check_simulated()
         end = time.monotonic() + seconds
         while True:
             self._welcome()
             if len(self.nodes) >= min(at_least, self.clients) or time.monotonic() >= end:
                 return sorted(self.nodes)
             time.sleep(PAUSE)
+
+    def _check_simulated(self) -> None:
+        """Simulated nodes are all there from the beginning: waiting for more would be in vain."""
+        nodes = len(list(self.grid.get_node_ids())) if isinstance(self.grid, InMemoryGrid) else 0
+        if 0 < nodes < self.clients:
+            raise BadInput(
+                f"{nodes} nodes are simulated, but the run has {self.clients} clients; start it "
+                "with `fairvar flower run`, or give `flwr run` --federation-config "
+                f"num-supernodes={self.clients}"
+            )
 
     def exchange(
         self, requests: Sequence[Message], like: Tree, seconds: float
@@ -133,7 +158,8 @@ class GridTransport:
     def _lose(self, client: int, node: int, why: BadMessage) -> None:
         if self.nodes.get(client) == node:  # and not a node that replaced it
             del self.nodes[client]
-            LOG.warning("client %s is lost: %s", client, why.detail or "no reply in time")
+            name = labelled(client, self.names)
+            LOG.warning("%s is lost: %s", name, why.detail or "no reply in time")
 
     def _welcome(self) -> None:
         """Ask new nodes which clients they are, without waiting for answers."""
@@ -152,6 +178,7 @@ class GridTransport:
 
     def _meet(self, node: int, reply: Reply) -> None:
         client = opened(reply, lambda r: from_records(r.content, {}).client)
+        site = opened(reply, lambda r: brief(str(r.content.config_records[FACTS].get(SITE, ""))))
         again = time.monotonic() + RETRY
         if isinstance(client, BadMessage):
             why = f"did not say who it is ({client.detail})"
@@ -166,7 +193,8 @@ class GridTransport:
         else:
             self.nodes[client] = node
             self.keys |= {client: key} if (key := self.listed[node]) else {}
-            LOG.info("client %s is there: node %s", client, node)
+            self.names |= {client: site} if site and isinstance(site, str) else {}
+            LOG.info("%s is there: node %s", labelled(client, self.names), node)
             return
         self.refused[node] = again
         LOG.warning("node %s %s; it is left out", node, brief(why))
@@ -224,11 +252,13 @@ def error_of(reply: Envelope) -> BadMessage:
     # Late by the SuperLink's clock, which may be ahead of ours.
     late = reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
     text = f"Flower's error {reply.error.code}: {reply.error.reason or ''}"
+    if raised := QUOTED.search(text):  # by the app: the exception itself
+        text = f"{raised[1]}: {raised[2]}"
     return BadMessage(Reason.NO_REPLY if late else Reason.ERROR, text)
 
 
-def to_records(message: Message, more: Mapping[str, float] | None = None) -> RecordDict:
-    """`more`: numbers for Flower's mods."""
+def to_records(message: Message, more: Mapping[str, float | str] | None = None) -> RecordDict:
+    """`more`: numbers for Flower's mods, or the name of a site."""
     arrays = {name: Array(leaf.numpy(force=True)) for name, leaf in message.arrays.items()}
     facts: dict[str, Any] = {"client": message.client, **message.stamp._asdict()}
     facts |= {f"{NUMBER}{name}": value for name, value in message.numbers.items()}

@@ -99,7 +99,7 @@ class LocalModels:
         nothing = torch.full_like(run.share, torch.nan)
         self.update_norm, self.squared_gradient_norm = nothing.clone(), nothing.clone()
         self.sums = TileSums()
-        self.local = {s: Scores(nothing.clone(), nothing.clone()) for s in splits}
+        self.local = {s: Scores.nothing(nothing) for s in splits}
 
     def __call__(self, trained: Trained) -> None:
         ids, run = trained.ids, self.run
@@ -110,7 +110,7 @@ class LocalModels:
         for split, table in self.local.items():
             data = run.federation.splits[split]
             scores = evaluate_local(run.task.apart, trained.params, trained.buffers, data, ids)
-            table.loss[ids], table.accuracy[ids] = scores
+            table.loss[ids], table.accuracy[ids], table.score[ids] = scores
 
     def result(self) -> Seen:
         # Over those that took part: their shares may sum to less than one.

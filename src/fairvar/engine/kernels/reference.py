@@ -14,13 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fairvar.engine.batches import Batch
 from fairvar.engine.kernels.vmapped import Observer, Trained
 from fairvar.engine.run import Run
 from fairvar.engine.server import Aggregator, Answers, aggregate
 from fairvar.engine.settings import TrainSettings
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Method
-from fairvar.models.norm import hessian_product
+from fairvar.models.norm import apply, hessian_product
 from fairvar.tree import Tree, add, scale, squared_norm, stack, subtract, weighted_sum
 
 
@@ -41,10 +42,10 @@ def load(run: Run, params: Tree, buffers: Tree) -> nn.Module:
 
 def probe(run: Run, method: Method, sent: nn.Module, t: int, client: int) -> Probed:
     """f_i and ∇f_i at x^t, on the round's first batch; f_i on all samples if the method says so."""
-    x, y = _batches(run, t, client)[0]
+    batch = _batches(run, t, client)[0]
     module = copy.deepcopy(sent)  # batch norm counts what it sees
     named = _trainable(module)
-    loss = run.task.loss(module(x), y).mean()
+    loss = _loss(run, module, batch)
     found = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
     if method.loss_data == "full":
         loss = full_loss(run, sent, client)
@@ -57,7 +58,7 @@ def full_loss(run: Run, sent: nn.Module, client: int) -> Tensor:
     evaluating = copy.deepcopy(sent).eval()
     x, y = run.federation.train.of(client)
     with torch.no_grad():
-        return run.task.loss(evaluating(x), y).mean()
+        return _loss(run, evaluating, Batch(x, y))
 
 
 def train(
@@ -79,8 +80,8 @@ def train(
     module, speed = copy.deepcopy(start or sent), dict[str, Tensor]()
     fixed = loss.to(run.dtype) if loss is not None and method.loss_data == "full" else None
     factors = []
-    for x, y in _batches(run, t, client):
-        direction, own = _direction(run, method, module, x, y, fixed, a.to(run.dtype), g)
+    for batch in _batches(run, t, client):
+        direction, own = _direction(run, method, module, batch, fixed, a.to(run.dtype), g)
         _move(run, method, module, sent, direction, speed, run.lr_of(t))
         factors.append(own)
     return module, factors[0]
@@ -124,8 +125,7 @@ def _direction(
     run: Run,
     method: Method,
     module: nn.Module,
-    x: Tensor,
-    y: Tensor,
+    batch: Batch,
     fixed_loss: Tensor | None,
     a: Tensor,
     g: Tree | None,
@@ -133,7 +133,7 @@ def _direction(
     """own ∇f_i + shared g + γ ∇²f_i (∇f_i − g), cut to the norm that is allowed; and own."""
     named = _trainable(module)
     with run.kernels():
-        loss = run.task.loss(module(x), y).mean()
+        loss = _loss(run, module, batch)
     graph, leaves = method.uses_curvature, list(named.values())
     slopes = torch.autograd.grad(loss, leaves, create_graph=graph, materialize_grads=True)
     gradient = {k: s.detach() for k, s in zip(named, slopes, strict=True)}
@@ -196,13 +196,17 @@ def _clipped(direction: Tree, clip_norm: float | None) -> Tree:
     return scale(direction, min(1.0, clip_norm / norm) if norm > 0 else 1.0)
 
 
-def _batches(run: Run, t: int, client: int) -> list[tuple[Tensor, Tensor]]:
-    drawn, split = run.schedule.round(t), run.federation.train
-    who, found = torch.tensor([client], device=run.device), []
+def _batches(run: Run, t: int, client: int) -> list[Batch]:
+    drawn, who = run.schedule.round(t), torch.tensor([client], device=run.device)
+    found = []
     for step in range(run.schedule.steps[client]):
         rows, real = drawn.rows(step, who)
-        found.append((split.x[rows[real]], split.y[rows[real]]))
+        found.append(drawn.take(rows[real], step))
     return found
+
+
+def _loss(run: Run, module: nn.Module, batch: Batch) -> Tensor:
+    return run.task.loss(apply(module, batch.x, batch.keys), batch.y).mean()
 
 
 def _trainable(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -34,30 +34,33 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, grad_and_value, vmap
 
-from fairvar.engine.batches import RoundBatches
+from fairvar.engine.batches import Batch, RoundBatches
 from fairvar.engine.evaluate import evaluate_shared
 from fairvar.engine.kernels.local import shortened, shortening
 from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State
 from fairvar.engine.task import channels_last
 from fairvar.methods.base import Method
-from fairvar.tree import Tree, add, scale, squared_norm, tree_map, typed_as, weighted_sum
+from fairvar.models.norm import plain_attention
+from fairvar.tree import (
+    Tree,
+    add,
+    map_inputs,
+    scale,
+    squared_norm,
+    tree_map,
+    typed_as,
+    weighted_sum,
+)
 
 
 @dataclass(frozen=True)
 class Samples:
     """Samples of a round, `width` to a block; leaves have the block as first axis."""
 
-    x: Tensor
-    y: Tensor
-    real: Tensor | None  # None: no padding anywhere, so nothing has to be masked
+    batch: Batch
     share: Tensor  # of each sample in its client's mean; 0 for padding
     place: Tensor  # of the block's client in the cohort
-
-    @property
-    def axes(self) -> tuple[int, int, int | None, int]:
-        """vmap's axes of x, y, real and share."""
-        return 0, 0, None if self.real is None else 0, 0
 
     @property
     def places(self) -> Tensor:
@@ -71,12 +74,14 @@ def take_samples(run: Run, batches: RoundBatches, width: int, some: slice = slic
     rows, share, place = run.cohort.blocks(width)
     place, share = place[some], share[some].to(run.dtype)
     unpadded = width == 1 or (schedule.even and width == schedule.width)
-    if unpadded and schedule.full_batch and run.cohort.everyone:  # they lie in this order
-        x, y = (v.unflatten(0, (-1, width))[some] for v in (split.x, split.y))
+    in_order = unpadded and schedule.full_batch and run.cohort.everyone
+    if in_order and batches.keys is None:
+        whole = Batch(split.x, split.y)
+        batch = whole.map(lambda part: part.unflatten(0, (-1, width))[some])
     else:
         taken = batches.shuffled[0, rows.slot[some]]
-        x, y = split.x[taken], split.y[taken]
-    return Samples(x, y, None if unpadded else rows.real[some], share, place)
+        batch = batches.take(taken, 0, None if unpadded else rows.real[some])
+    return Samples(batch, share, place)
 
 
 class PooledPass:
@@ -145,11 +150,11 @@ class PooledPass:
     def _forward(self, piece: Samples, remember_buffers: bool = False) -> Tensor:
         task = self.run.task
         if not task.batch_norm:
-            x, y = piece.x.flatten(0, 1), piece.y.flatten(0, 1)
-            return task.sample_losses(self.params, self.given_buffers, x, y, None)[0]
-        axes = (None, None, *piece.axes[:3])
+            flat = piece.batch._replace(real=None).map(lambda part: part.flatten(0, 1))
+            return task.sample_losses(self.params, self.given_buffers, flat)[0]
+        axes = (None, None, piece.batch.axes)
         losses, buffers = vmap(task.sample_losses, in_dims=axes)(
-            self.params, self.given_buffers, piece.x, piece.y, piece.real
+            self.params, self.given_buffers, piece.batch
         )
         if remember_buffers:
             self._remember(buffers, self.run.share[piece.place])
@@ -175,13 +180,17 @@ def _pieces(run: Run, batches: RoundBatches) -> list[Samples]:
     together, blocks = max(1, run.piece // width), len(run.cohort.blocks(width).place)
     cuts = [slice(i, i + together) for i in range(0, blocks, together)]
     pieces = [take_samples(run, batches, width, some) for some in cuts]
-    return [replace(piece, x=channels_last(piece.x)) for piece in pieces]
+    return [replace(piece, batch=_channels_last(piece.batch)) for piece in pieces]
+
+
+def _channels_last(batch: Batch) -> Batch:
+    return batch._replace(x=map_inputs(channels_last, batch.x))
 
 
 def takes_batch_losses(run: Run, method: Method) -> bool:
     """Losses on all training data are those of the batch if it is everything (and a model without
-    batch norm does the same in training and evaluation)."""
-    same = run.schedule.full_batch and not run.task.batch_norm
+    batch norm and dropout does the same in training and evaluation)."""
+    same = run.schedule.full_batch and not run.task.batch_norm and not run.task.dropout
     return method.loss_data == "batch" or same
 
 
@@ -274,20 +283,17 @@ def blocked_round(run: Run, state: State, t: int) -> Outcome:
 def _client_gradients(run: Run, state: State, blocks: Samples) -> tuple[Tensor, Tree, Tree]:
     """f_i and ∇f_i of every client at x^t, and the averaged buffers after the batch."""
 
-    def block_loss(
-        params: Tree, x: Tensor, y: Tensor, real: Tensor | None, share: Tensor
-    ) -> tuple[Tensor, Tree]:
-        losses, buffers = run.task.apart.sample_losses(params, state.buffers, x, y, real)
+    def block_loss(params: Tree, batch: Batch, share: Tensor) -> tuple[Tensor, Tree]:
+        losses, buffers = run.task.apart.sample_losses(params, state.buffers, batch)
         return (losses * share).sum(), buffers
 
     over_blocks = vmap(
         grad_and_value(block_loss, has_aux=True),
-        (None, *blocks.axes),
+        (None, blocks.batch.axes, 0),
         chunk_size=run.blocks_at_once,
     )
-    gradients, (losses, buffers) = over_blocks(
-        state.x, blocks.x, blocks.y, blocks.real, blocks.share
-    )
+    with plain_attention(run.device):
+        gradients, (losses, buffers) = over_blocks(state.x, blocks.batch, blocks.share)
     loss = torch.zeros_like(run.share).index_add_(0, blocks.place, losses.double())
     if len(blocks.place) > len(run.ids):
         gradients = tree_map(lambda leaf: _by_client(run, blocks, leaf), gradients)
@@ -322,16 +328,14 @@ def _weighted_curvature(
     weight = weights.to(run.dtype)[blocks.place]
 
     def slope(params: Tree) -> Tensor:
-        def along(v: Tree, x: Tensor, y: Tensor, real: Tensor | None, share: Tensor) -> Tensor:
+        def along(v: Tree, batch: Batch, share: Tensor) -> Tensor:
             def block_loss(at: Tree) -> Tensor:
-                return (
-                    run.task.apart.sample_losses(at, state.buffers, x, y, real)[0] * share
-                ).sum()
+                return (run.task.apart.sample_losses(at, state.buffers, batch)[0] * share).sum()
 
             return jvp(block_loss, (params,), (v,))[1]
 
-        slopes = vmap(along, (0, *blocks.axes), chunk_size=run.blocks_at_once)(
-            away, blocks.x, blocks.y, blocks.real, blocks.share
+        slopes = vmap(along, (0, blocks.batch.axes, 0), chunk_size=run.blocks_at_once)(
+            away, blocks.batch, blocks.share
         )
         return (weight * slopes).sum()
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from fairvar.engine.batches import RoundBatches
+from fairvar.engine.batches import Batch, RoundBatches
 from fairvar.engine.kernels.compiled import group_width, of_group
 from fairvar.engine.kernels.local import bounded, velocity
 from fairvar.engine.kernels.shared import (
@@ -33,7 +33,7 @@ from fairvar.engine.server import Aggregator
 from fairvar.engine.state import Outcome, State
 from fairvar.engine.task import Task, channels_last
 from fairvar.methods.base import Method
-from fairvar.models.norm import hessian_product
+from fairvar.models.norm import hessian_product, plain_attention
 from fairvar.tree import (
     Tree,
     add,
@@ -41,6 +41,7 @@ from fairvar.tree import (
     divide,
     expand,
     gram,
+    map_inputs,
     scale,
     squared_norm,
     stack,
@@ -197,26 +198,26 @@ def train_stacked(
 ) -> Trained:
     """All local steps of the clients in this part of the cohort's order, step by step. They start
     from x^t, or from models of their `own` in that order."""
-    cohort, split = run.cohort, run.federation.train
+    cohort = run.cohort
     order, places = cohort.order[slice(*chunk)], cohort.order_on_device[slice(*chunk)]
     steps = [cohort.steps[place] for place in order]
 
     def step(number: int, shared: bool, some: slice, models: Models) -> tuple[Models, _Step]:
         """These clients after a step, and what the step showed of them."""
         rows, mask = batches.rows(number, places[some])
-        x, y = split.x[rows], split.y[rows]
-        real = mask if cohort.pads(number, order[some]) else None
+        batch = batches.take(rows, number, mask if cohort.pads(number, order[some]) else None)
         full = None if sent.full_loss is None else sent.full_loss[places[some]].to(run.dtype)
         if run.compiles:
-            found = _compiled_step(run, sent, state.x, models, (x, y, real, full))
+            found = _compiled_step(run, sent, state.x, models, batch, full)
             if found is not None:
                 return found
         params, buffers, v = models
         one = state.x, state.buffers  # shared parameters need no copies in the first step
         own = None if shared else 0
-        axes = (own, own, 0, 0, *(None if part is None else 0 for part in (real, full)))
+        axes = (own, own, batch.axes, None if full is None else 0)
         together = vmap(_client_step(run, run.task.apart, sent), in_dims=axes)
-        made = together(*(one if shared else (params, buffers)), x, y, real, full)
+        with plain_attention(run.device):
+            made = together(*(one if shared else (params, buffers)), batch, full)
         return _moved(run, sent.method.pull, run.lr, state.x, params, v or None, made), made
 
     calls = [slice(0, len(order))]
@@ -332,19 +333,19 @@ class _Step(NamedTuple):  # a tuple, because vmap looks into those
 
 
 def _compiled_step(
-    run: Run, sent: Sent, x: Tree, models: Models, batch: tuple[Tensor | None, ...]
+    run: Run, sent: Sent, x: Tree, models: Models, batch: Batch, full: Tensor | None
 ) -> tuple[Models, _Step] | None:
     """One local step of a group of clients; None where it does not compile."""
     method, task = sent.method, run.task.plain
-    axes = (0, 0, *(None if part is None else 0 for part in batch))
+    axes = (0, 0, batch.axes, None if full is None else 0)
 
     def step(some: tuple[Any, ...], received: tuple[Any, ...]) -> tuple[Models, _Step]:
-        (params, buffers, v), batch = some
+        (params, buffers, v), batch, full = some
         numbers, mean_loss, g, x, lr = received
         acting = replace(sent, method=method.with_numbers(numbers), mean_gradient=g)
         if mean_loss is not None:  # otherwise nothing uses it, and no graph contains it
             acting = replace(acting, mean_loss=mean_loss)
-        made = vmap(_client_step(run, task, acting), in_dims=axes)(params, buffers, *batch)
+        made = vmap(_client_step(run, task, acting), in_dims=axes)(params, buffers, batch, full)
         after = _moved(run, acting.method.pull, lr, x, params, v or None, made)
         return after, made._replace(direction={}, buffers={})
 
@@ -363,24 +364,17 @@ def _compiled_step(
     rule = run.clip_norm, run.weight_decay, run.momentum, run.precision
     width = group_width(len(run.ids))
     key = (run.task.kind, form, rule)
-    found: tuple[Models, _Step] | None = of_group(key, step, width, (models, batch), received)
+    found: tuple[Models, _Step] | None = of_group(key, step, width, (models, batch, full), received)
     return found
 
 
 def _client_step(run: Run, task: Task, sent: Sent) -> Callable[..., _Step]:
     """One local step of one client, as a pure function to be vmapped."""
 
-    def client_step(
-        params: Tree,
-        buffers: Tree,
-        x: Tensor,
-        y: Tensor,
-        real: Tensor | None,
-        full: Tensor | None,
-    ) -> _Step:
+    def client_step(params: Tree, buffers: Tree, batch: Batch, full: Tensor | None) -> _Step:
         def loss_and_gradient(at: Tree) -> tuple[Tree, tuple[Tensor, Tree]]:
             found = grad_and_value(task.client_loss, has_aux=True)
-            return found(at, buffers, x, y, real)
+            return found(at, buffers, batch)
 
         def product(away: Tree) -> Tree:
             # Forward over reverse: right for every layer, batch norm included, and it gives each
@@ -486,14 +480,14 @@ def _train_client(
     gradients: bool,
 ) -> tuple[_Step, Tree, Tree]:
     """The client's first step, and its parameters and buffers after the last."""
-    split, who = run.federation.train, torch.tensor([place], device=run.device)
+    who = torch.tensor([place], device=run.device)
     full = None if sent.full_loss is None else sent.full_loss[place].to(run.dtype)
     params, buffers, first = tree_map(torch.clone, start[0]), start[1], None
     v: Tree | None = None
     for number in range(run.cohort.steps[place]):
         rows, real = batches.rows(number, who)
-        taken = rows[real]
-        step = _step_alone(run, sent, params, buffers, split.x[taken], split.y[taken], full)
+        batch = batches.take(rows[real], number)
+        step = _step_alone(run, sent, params, buffers, batch, full)
         v = velocity(run, sent.method.pull, state.x, params, step.direction, v)
         for name, leaf in params.items():
             leaf.sub_(v[name], alpha=float(run.lr))
@@ -505,11 +499,12 @@ def _train_client(
 
 
 def _step_alone(
-    run: Run, sent: Sent, params: Tree, buffers: Tree, x: Tensor, y: Tensor, full: Tensor | None
+    run: Run, sent: Sent, params: Tree, buffers: Tree, batch: Batch, full: Tensor | None
 ) -> _Step:
     """One local step of one client with its own samples, without padding."""
     leaves = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
-    loss, after = run.task.client_loss(leaves, buffers, channels_last(x), y, None)
+    batch = batch._replace(x=map_inputs(channels_last, batch.x))
+    loss, after = run.task.client_loss(leaves, buffers, batch)
     bends = sent.method.uses_curvature
     slopes = torch.autograd.grad(
         loss, list(leaves.values()), create_graph=bends, materialize_grads=True

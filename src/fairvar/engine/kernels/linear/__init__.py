@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fairvar.engine.batches import RoundBatches
 from fairvar.engine.cuda_graphs import live_run
-from fairvar.engine.evaluate import Scores, Seen
+from fairvar.engine.evaluate import Scores, Seen, needs_outputs
 from fairvar.engine.history import Key
 from fairvar.engine.kernels import Splits
 from fairvar.engine.kernels.linear.dual import (
@@ -51,7 +51,7 @@ from fairvar.engine.server import Aggregator
 from fairvar.engine.settings import CONSTANT
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Method
-from fairvar.tree import Tree, squared_norm, tree_map
+from fairvar.tree import Tree, one_input, squared_norm, tree_map
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ class Linear:
         found = {}
         for name in splits:
             split = self.dual.split(name)
-            found[name, "global"] = _scores(split, split.logits(self.dual.model, state.params))
+            logits = split.logits(self.dual.model, state.params)
+            found[name, "global"] = _scores(self, name, logits)
         return found
 
     def compute(self, state: State, t: int) -> tuple[Outcome, Work]:
@@ -312,16 +313,32 @@ def _local_scores(kernel: Linear, before: State, work: Work, name: str) -> Score
         along_g = split.logits(dual.model, work.g)
         moved = torch.addcmul(moved, along_g, split.layout.spread(work.shared))
     logits = split.logits(dual.model, before.x) - per_run(work.lr, moved.dtype) * moved
-    return _scores(split, logits)
+    return _scores(kernel, name, logits)
 
 
-def _scores(split: Batch, logits: Float[Tensor, "runs outputs P"]) -> Scores:
+def _scores(kernel: Linear, name: str, logits: Float[Tensor, "runs outputs P"]) -> Scores:
+    split, metric = kernel.dual.split(name), kernel.run.task.metric
     loss = split.layout.means(sample_losses(logits, split.target))
+    made = _by_function(kernel, name, logits) if needs_outputs(metric) else None
     if split.target.label is None:
-        return Scores(loss, torch.full_like(loss, torch.nan))
+        return Scores.build(metric, loss, torch.full_like(loss, torch.nan), made)
     # The first of several largest, as argmax, which is five times slower over this axis.
     right = (logits.max(1).indices == split.target.label).to(logits.dtype)
-    return Scores(loss, split.layout.means(right))
+    return Scores.build(metric, loss, split.layout.means(right), made)
+
+
+def _by_function(
+    kernel: Linear, name: str, logits: Float[Tensor, "runs outputs P"]
+) -> Float64[Tensor, "runs n"]:
+    """By the metric's function, client by client and run by run."""
+    data, layout = kernel.run.federation.splits[name], kernel.dual.split(name).layout
+    found = torch.full((len(logits), len(data.counts)), torch.nan, dtype=torch.float64)
+    for tile in layout.tiles:
+        for place, client in enumerate(tile.ids.tolist()):
+            start, count = tile.start + place * tile.width, int(data.counts[client])
+            for r, outputs in enumerate(logits[..., start : start + count] if count else ()):
+                found[r, client] = kernel.run.task.metric(outputs.T, data.targets(client))
+    return found.to(logits.device)
 
 
 def grams_pay(run: Run, runs: int = 1) -> bool:
@@ -329,7 +346,7 @@ def grams_pay(run: Run, runs: int = 1) -> bool:
 
     Fixed ones cost Σ m_i² per product, against Σ m_i d. Those of a single step on drawn samples are
     made anew in every round, at the price of Σ m_i² d, but serve all runs and all outputs."""
-    features = run.federation.train.x[0].numel()
+    features = one_input(run.federation.train.x)[0].numel()
     outputs = len(next(iter(run.task.params.values())))
     drawn = run.schedule.one_step and not run.schedule.full_batch
     lengths = run.schedule.lengths if drawn else run.federation.sizes.tolist()

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from fairvar.data.federation import Federation, Split
 from fairvar.engine.losses import cross_entropy, half_squared_error
 from fairvar.engine.task import Task
-from fairvar.tree import Tree
+from fairvar.tree import Inputs, Tree, one_input
 
 
 @dataclass(frozen=True)
@@ -279,12 +279,12 @@ class Dual:
 
     def layout(self, lengths: list[int]) -> Layout:
         """The training split's tiles, with other numbers of samples."""
-        device = self.federation.train.x.device
+        device = self.federation.train.device
         return Layout.build(self.groups, lengths, device, self.dtype)
 
     def batch(self, split: Split, layout: Layout, rows: Tensor | None) -> Batch:
         """The samples in these rows (None: all, as they lie)."""
-        x = split.x.flatten(1)
+        x = one_input(split.x).flatten(1)
         x, y = (x, split.y) if rows is None else (x.index_select(0, rows), split.y[rows])
         return Batch(layout, x, self._target(y), self.model.bias is not None)
 
@@ -318,8 +318,10 @@ def dual_of(task: Task, federation: Federation) -> Dual:
 _kept = lru_cache(maxsize=2)(Dual)
 
 
-def affine_names(module: nn.Module, x: Tensor) -> Names | None:
+def affine_names(module: nn.Module, x: Inputs) -> Names | None:
     """The parameters, if the module is a linear layer on flattened samples and nothing else."""
+    if not isinstance(x, Tensor):
+        return None
     prefix, layer = "", module
     if type(module) is nn.Sequential and len(module) == 2 and type(module[0]) is nn.Flatten:
         flattens = (module[0].start_dim, module[0].end_dim) == (1, -1)
@@ -333,7 +335,7 @@ def affine_names(module: nn.Module, x: Tensor) -> Names | None:
     return Names(f"{prefix}weight", f"{prefix}bias" if layer.bias is not None else None)
 
 
-def is_affine(task: Task, x: Tensor) -> bool:
+def is_affine(task: Task, x: Inputs) -> bool:
     """Whether the dual knows this model and this loss."""
     known = task.loss in (cross_entropy, half_squared_error)
     return known and not task.half and affine_names(task.original, x) is not None

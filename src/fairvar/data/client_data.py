@@ -1,0 +1,160 @@
+"""`ClientData`: the samples of one client, as a node of a real federation brings them.
+
+fv.ClientData.from_csv("ward.csv", target="ill")         a table with a header
+fv.ClientData.from_arrays(x, y, name="berlin")           arrays, split here
+fv.ClientData(train=(x, y), test=(x_test, y_test))       arrays that are split already
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fairvar import rng
+from fairvar.data.federation import SPLITS, Federation
+from fairvar.data.own_data import DEFAULT_SPLIT, held_out_counts
+from fairvar.errors import BadInput, shown
+
+Pair = tuple[Any, Any]  # x with one row per sample, and y
+
+
+@dataclass(frozen=True, eq=False)
+class ClientData:
+    """Whole numbers from 0 in y are classes, floats are targets of a regression. `name` is the
+    client's in messages and tables: the name of the site."""
+
+    train: Pair
+    valid: Pair | None = None
+    test: Pair | None = None
+    name: str = ""
+
+    @classmethod
+    def from_arrays(
+        cls,
+        x: Any,
+        y: Any,
+        *,
+        name: str = "",
+        split: tuple[float, float, float] = DEFAULT_SPLIT,
+        seed: int = 0,
+    ) -> ClientData:
+        """Split at random into the shares of train, valid and test; the same seed gives the same
+        parts again, which a node needs because it reads its data more than once."""
+        x, y = np.asarray(x), np.asarray(y)
+        if x.ndim == 0 or y.ndim == 0 or len(x) != len(y) or not len(y):
+            raise BadInput(f"x has shape {x.shape} and y {y.shape}; give a row of x and an element "
+                           "of y for every sample")  # fmt: skip
+        valid, test = held_out_counts(len(y), split[1], split[2])
+        rows = rng.stream(seed, "split", 0).permutation(len(y))
+        parts = np.split(rows, [len(y) - valid - test, len(y) - test])
+        found = {part: (x[at], y[at]) for part, at in zip(SPLITS, parts, strict=True) if len(at)}
+        return cls(**found, name=name)
+
+    @classmethod
+    def from_csv(
+        cls,
+        path: Path | str,
+        target: str,
+        *,
+        columns: Sequence[str] | None = None,
+        labels: Sequence[str] | None = None,
+        name: str = "",
+        split: tuple[float, float, float] = DEFAULT_SPLIT,
+        seed: int = 0,
+    ) -> ClientData:
+        """A table with a header: one file, which is split here, or a folder with train.csv and,
+        if there are such parts, valid.csv and test.csv.
+
+        `columns` are the inputs, in this order (all but the target by default). `labels` are the
+        texts of the target column, numbered in this order; without them it holds numbers.
+        """
+        path = Path(path)
+        name = name or path.stem
+        if not path.is_dir():
+            x, y = read_table(path, target, columns, labels)
+            return cls.from_arrays(x, y, name=name, split=split, seed=seed)
+        files = {part: path / f"{part}.csv" for part in SPLITS}
+        found = {
+            part: read_table(file, target, columns, labels)
+            for part, file in files.items()
+            if part == "train" or file.exists()
+        }
+        return cls(**found, name=name)
+
+    def scaled(self, mean: Any = None, sd: Any = None) -> ClientData:
+        """(x − mean) / sd. Give numbers that all clients agree on, one or one per column. Without
+        them they are those of this client's training samples, which hides differences between
+        clients that a common model may need."""
+        x = np.asarray(self.train[0], dtype=np.float64)
+        mean = x.mean(0) if mean is None else np.asarray(mean)
+        sd = x.std(0) if sd is None else np.asarray(sd)
+        sd = np.where(sd > 0, sd, 1.0)  # a constant column
+        scaled: dict[str, Any] = {
+            part: (((np.asarray(x) - mean) / sd).astype(np.float32), y)
+            for part, (x, y) in self._parts().items()
+        }
+        return replace(self, **scaled)
+
+    def federation(self, classes: int | None = None) -> Federation:
+        """Of this client alone, checked. Without classes its targets are floats."""
+        given: dict[str, Any] = {part: [pair] for part, pair in self._parts().items()}
+        if classes is None:
+            given = {part: [(x, _floats(y))] for part, [(x, y)] in given.items()}
+        return Federation.from_arrays(**given, classes=classes, name=self.name or "arrays")
+
+    def _parts(self) -> dict[str, Pair]:
+        """Those that it has."""
+        found = {part: getattr(self, part) for part in SPLITS}
+        return {part: pair for part, pair in found.items() if pair is not None}
+
+
+def read_table(
+    path: Path,
+    target: str,
+    columns: Sequence[str] | None = None,
+    labels: Sequence[str] | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """x (float32) and y of a CSV file whose first line names its columns."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            rows, heads = [(reader.line_num, row) for row in reader], list(reader.fieldnames or ())
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        why = getattr(error, "strerror", None) or error
+        raise BadInput(f"{path} cannot be read as a CSV file: {why}") from None
+    inputs = [head for head in heads if head != target] if columns is None else list(columns)
+    for head in (target, *inputs):
+        if head not in heads:
+            raise BadInput(f"{path} has no column {shown(head)}; it has {', '.join(heads)}")
+    if not rows or not inputs:
+        raise BadInput(f"{path} has no samples; it must have a header and a line for each sample")
+    x = [[_number(row[head], path, line, head) for head in inputs] for line, row in rows]
+    if labels is None:
+        y = np.array([_number(row[target], path, line, target) for line, row in rows])
+        whole = all(value.is_integer() for value in y.tolist())
+        return np.array(x, dtype=np.float32), y.astype(np.int64 if whole else np.float32)
+    number = {label: k for k, label in enumerate(labels)}
+    for line, row in rows:
+        if row[target] not in number:
+            raise BadInput(f"{path}, line {line}: {target} is {shown(row[target])}; the labels are "
+                           f"{', '.join(labels)}")  # fmt: skip
+    return np.array(x, dtype=np.float32), np.array([number[row[target]] for _, row in rows])
+
+
+def _floats(y: Any) -> Any:
+    """A table of whole numbers only may be of a regression, too."""
+    y = np.asarray(y)
+    return y.astype(np.float32) if y.dtype.kind in "biu" else y
+
+
+def _number(text: str | None, path: Path, line: int, head: str) -> float:
+    try:
+        return float(text or "")
+    except ValueError:
+        raise BadInput(f"{path}, line {line}: {head} is {shown(text or '')}, not a number; fill "
+                       "the gap or leave the line out") from None  # fmt: skip

@@ -1,0 +1,244 @@
+"""`fairvar flower run`: Flower's `flwr run`, with what it needs, its progress and its true end.
+
+Plain `flwr run` fails silently in a new environment: it says that the run was started and ends with
+0, while Flower installs the app's requirements from the internet and fails, finds no ray, simulates
+two nodes for an app that waits for five, or hands the run to a SuperLink that another environment
+has left running. So a simulation gets a SuperLink of its own here, with this environment and as
+many nodes as the app has clients, and Flower is asked afterwards how the run ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from fairvar.errors import BadInput, FairvarError, RunFailed, one_line
+
+QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+SIMULATION = {
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",  # the app runs in this environment
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # ray would listen on all network interfaces
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+STARTED = re.compile(r"Successfully started run (\d+)")
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+HERE = "here"  # the name of the SuperLink of a simulation
+SECONDS_TO_START, SECONDS_TO_END = 90.0, 90.0
+LOCAL = ":local:"  # Flower's word for a SuperLink that `flwr run` starts and leaves running
+
+
+def run_app(app: Path, arguments: Sequence[str] = (), data: Path | None = None) -> None:
+    """Simulate an app here or, if the arguments begin with the name of a SuperLink, run it there.
+    The others go to `flwr run`. `data`: a folder with the data of the simulated sites."""
+    if not (app / "pyproject.toml").is_file():
+        raise BadInput(f"{app} is not a Flower app (it has no pyproject.toml); "
+                       "`fairvar flower new` writes one")  # fmt: skip
+    environment = quiet_environment()
+    named = bool(arguments) and not arguments[0].startswith("-")
+    if named and not _is_local(arguments[0], environment):
+        if data is not None:
+            raise BadInput("--data is for simulations; a real node is started with --node-config "
+                           "'data=\"/path\"'")  # fmt: skip
+        return _run(app, arguments[0], arguments[1:], environment)
+    rest = [*arguments[named:], *_sites_of(data)]
+    if find_spec("ray") is None:
+        raise BadInput('Flower simulates nodes with ray; run: pip install "fairvar[simulation]"')
+    if not _given(rest).federation_config:
+        nodes = _clients(app, rest)
+        rest += ["--federation-config", f"num-supernodes={nodes} client-resources-num-cpus=1"]
+    with simulating_superlink(environment) as inside:
+        _run(app, HERE, rest, inside)
+
+
+def require_flower() -> None:
+    """Raise `BadInput` if Flower is not installed. Also switches off its telemetry in processes
+    that this one starts, and in this one unless Flower was imported before."""
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    try:
+        import flwr  # noqa: F401
+    except ImportError:
+        raise BadInput('Flower is not installed; run: pip install "fairvar[flower]"') from None
+
+
+def quiet_environment() -> dict[str, str]:
+    """This environment for a process of Flower; its programs find each other by PATH."""
+    paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return {**QUIET, **os.environ, "PATH": paths, "PYTHONUNBUFFERED": "1"}
+
+
+def _home(environment: Mapping[str, str]) -> Path:
+    return Path(environment.get("FLWR_HOME", Path.home() / ".flwr"))
+
+
+def _is_local(name: str, environment: Mapping[str, str]) -> bool:
+    """Whether Flower would start this SuperLink, or take any that listens on its port."""
+    with suppress(OSError, ValueError, AttributeError):
+        known = tomllib.loads((_home(environment) / "config.toml").read_text(encoding="utf-8"))
+        return str(known["superlink"].get(name, {}).get("address", "")).startswith(LOCAL)
+    return name == "local"
+
+
+def _given(arguments: Sequence[str]) -> argparse.Namespace:
+    """What the user says to `flwr run`, as far as it concerns us."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-c", "--run-config", action="append", default=[])
+    parser.add_argument("--federation-config", action="append", default=[])
+    parser.add_argument("--stream", action="store_true")
+    return parser.parse_known_args(list(arguments))[0]
+
+
+def _clients(app: Path, arguments: Sequence[str]) -> int:
+    """The number of clients of the app, with the user's changes of its configuration; what cannot
+    be imported or configured is told here, before anything is started."""
+    require_flower()
+    from flwr.common.config import parse_config_args
+
+    from fairvar.deploy.flower.setup import read_setup
+
+    try:
+        text = (app / "pyproject.toml").read_text(encoding="utf-8")
+        told = tomllib.loads(text)["tool"]["flwr"]["app"]
+        config: dict[str, Any] = told.get("config", {})
+        config = config | dict(parse_config_args(_given(arguments).run_config))
+        module = str(told["components"]["serverapp"]).partition(":")[0]
+    except (OSError, ValueError, LookupError, AttributeError) as error:
+        raise BadInput(f"{app}: its configuration cannot be read ({error!r})") from None
+    sys.path.insert(0, str(app.resolve()))
+    try:
+        import_module(module)
+        return read_setup(config).config.data.clients
+    except FairvarError:
+        raise
+    except Exception as error:
+        raise BadInput(f"{app}: {module} cannot be imported ({error!r})") from error
+    finally:
+        sys.path.remove(str(app.resolve()))
+
+
+def _sites_of(folder: Path | None) -> list[str]:
+    """The run configuration for a folder with a file or a folder for each site."""
+    if folder is None:
+        return []
+    if not folder.is_dir():
+        raise BadInput(f"--data {folder}: give a folder with a file or a folder for each site")
+    names = sorted(path.stem for path in folder.iterdir() if not path.name.startswith("."))
+    if not names or len(set(names)) < len(names):
+        raise BadInput(f"--data {folder}: it needs one file or folder for each site, by its name")
+    sites = " ".join(map(shlex.quote, names))
+    for text in (sites, str(folder.resolve())):
+        if '"' in text:
+            raise BadInput(f"--data {folder}: names with quotation marks cannot be used")
+    return ["-c", f'data="own" sites="{sites}" folder="{folder.resolve()}"']
+
+
+# -- processes -------------------------------------------------------------------------------------
+@contextmanager
+def simulating_superlink(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """A SuperLink for this simulation only; the environment in which it is known as `HERE`."""
+    with TemporaryDirectory(prefix="fairvar-flower-") as place:
+        home, (port, address) = Path(place), _free_address()
+        inside = {**SIMULATION, **environment, "FLWR_HOME": place}
+        home.joinpath("config.toml").write_text(
+            f'[superlink]\ndefault = "{HERE}"\n[superlink.{HERE}]\naddress = "{address}"\n'
+            "insecure = true\n"
+        )
+        command = [_program("flower-superlink"), "--insecure", "--simulation",
+                   "--host", "127.0.0.1", "--port", str(port),
+                   "--database", str(home / "state.db")]  # fmt: skip
+        with open(home / "superlink.log", "wb") as log:
+            link = subprocess.Popen(command, env=inside, stdout=log, stderr=log,  # noqa: S603
+                                    start_new_session=True)  # fmt: skip
+        try:
+            _wait_for(link, address, home / "superlink.log")
+            yield inside
+        finally:
+            _end(link)
+
+
+def _free_address() -> tuple[int, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    return port, f"127.0.0.1:{port}"
+
+
+def _wait_for(link: subprocess.Popen[bytes], address: str, log: Path) -> None:
+    import httpx
+
+    end = time.monotonic() + SECONDS_TO_START
+    while time.monotonic() < end and link.poll() is None:
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"http://{address}/health", timeout=2.0, trust_env=False).is_success:
+                return
+        time.sleep(0.25)
+    last = log.read_text(errors="replace").strip().splitlines()[-1:]
+    raise RunFailed(f"the SuperLink of the simulation did not start: {' '.join(last)}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The process and all that it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+
+
+def _run(app: Path, link: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    """`flwr run`, with its log on stdout; raises `RunFailed` unless the run was completed."""
+    home = _home(environment)
+    if not home.exists():  # a local SuperLink stores private things there
+        home.mkdir(mode=0o700, parents=True)
+    stream = [] if _given(arguments).stream else ["--stream"]
+    command = [_program("flwr"), "run", str(app), link, *stream, *arguments]
+    started = None
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE,  # noqa: S603
+                          stderr=subprocess.STDOUT) as flwr:  # fmt: skip
+        assert flwr.stdout is not None
+        for line in flwr.stdout:
+            text = line.decode(errors="replace")
+            print(text if sys.stdout.isatty() else COLOURS.sub("", text), end="", flush=True)
+            started = started or STARTED.search(text)
+    if flwr.returncode:
+        raise RunFailed(f"flwr run ended with {flwr.returncode}; its own message is above")
+    if started is None:
+        raise RunFailed("flwr run has not started a run; its own message is above")
+    status, details = _status(link, started[1], environment)
+    if status != "finished:completed":
+        raise RunFailed(f"the run ended as {status}: {one_line(details) or 'its log is above'}")
+
+
+def _status(link: str, run: str, environment: Mapping[str, str]) -> tuple[str, str]:
+    """How the run has ended; Flower takes a while to notice that a server was killed."""
+    command = [_program("flwr"), "list", link, "--run-id", run, "--format", "json"]
+    end, status, details = time.monotonic() + SECONDS_TO_END, "unknown", ""
+    while not status.startswith("finished") and time.monotonic() < end:
+        found = subprocess.run(command, env=environment, capture_output=True, text=True)  # noqa: S603
+        with suppress(ValueError, LookupError):
+            (told,) = json.loads(found.stdout[found.stdout.index("{") :])["runs"]
+            status, details = str(told["status"]), str(told.get("status-details", ""))
+    return status, details
+
+
+def _program(name: str) -> str:
+    found = shutil.which(name, path=quiet_environment()["PATH"])
+    if found is None:
+        raise BadInput('Flower is not installed; run: pip install "fairvar[flower]"')
+    return found

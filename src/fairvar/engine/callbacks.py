@@ -1,0 +1,284 @@
+"""Callbacks: own code that looks at a run after its rounds, and may stop it.
+
+    class Print(fv.Callback):
+        def on_evaluate(self, run: fv.Training) -> None:
+            print(run.done, run.fairness("valid").worst_10_percent)
+
+    fv.train(model, federation, method, callbacks=[Print(), fv.EarlyStopping()])
+
+A callback reads copies, so that a run computes the same bits with and without it. A run that was
+stopped is the beginning of the run that was not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Float64
+from torch import Tensor
+
+from fairvar.engine.history import History
+from fairvar.engine.state import State
+from fairvar.engine.trainer import STOP, Progress, Runs
+from fairvar.errors import BadInput, shown, unknown
+from fairvar.methods.base import Method
+from fairvar.metrics import Fairness
+from fairvar.process import progress as progress_bar
+from fairvar.scores import Metric
+
+LOSS = "loss"
+# Of the scores by name, those of which less is better.
+LESS = (LOSS, "variance_over_clients", "corrected_variance", "sd_over_clients",
+        "coefficient_of_variation", "range_over_clients", "gini", "kl_to_uniform")  # fmt: skip
+EVEN = ("jain", "normalised_entropy", "cosine_to_ones")  # more is better, whatever the metric
+WRITTEN = ("mean", "variance_over_clients", "worst_10_percent")  # by TensorBoard
+
+
+class Training:
+    """A run on its way, as callbacks see it."""
+
+    def __init__(self, runs: Runs, rounds: int, history: Callable[[], History]) -> None:
+        self._runs, self._make = runs, history
+        self.rounds = rounds  # in all, unless it is stopped
+        self.stopped: str | None = None  # the reason that was given to `stop`
+        self._known: tuple[int, History] | None = None
+
+    @property
+    def method(self) -> Method:
+        return self._runs.kernel.methods[0]
+
+    @property
+    def metric(self) -> Metric:
+        """By which clients are scored."""
+        return self.history().metric
+
+    @property
+    def done(self) -> int:
+        """Rounds done, those before a continuation among them."""
+        return self._runs.state.round
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether all clients were evaluated after the last round."""
+        found = self._runs.recorder.evaluations
+        return bool(found) and found[-1][0] == self.done
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits that are evaluated."""
+        return tuple(self._runs.splits)
+
+    @property
+    def loss(self) -> Float64[Tensor, " m"]:
+        """f_i(x^t) of the last round's participants on training data."""
+        return self._runs.recorder.rounds[-1][1][0].detach().cpu().clone()
+
+    @property
+    def state(self) -> State:
+        """A copy, from which `train` can continue."""
+        return self._runs.checkpoints()[0].state
+
+    def history(self) -> History:
+        """Everything up to here; it takes longer, the more rounds there are."""
+        if self._known is None or self._known[0] != self.done:
+            self._known = self.done, self._make()
+        return self._known[1]
+
+    def fairness(self, split: str = "valid", model: str | None = None) -> Fairness:
+        """Over clients, of the newest evaluation and of the model that the method is reported by,
+        without the bootstrap intervals."""
+        return self.history().fairness(split, model, resamples=0)
+
+    def mean_loss(self, split: str = "valid", model: str | None = None) -> float:
+        """The mean over clients of the loss at the newest evaluation."""
+        history = self.history()
+        table = history.evaluated_loss[split, model or self.method.reported_model]
+        return float(table[-1].nanmean()) if len(table) else math.nan
+
+    def stop(self, reason: str) -> None:
+        """End the run after this round; `history.stopped` will hold the first reason given."""
+        self.stopped = self.stopped or str(reason)
+
+    @contextmanager
+    def watched(self, callbacks: Sequence[Callback]) -> Iterator[Progress | None]:
+        """What the round loop calls; None without callbacks, so that they cost nothing."""
+
+        def after_round(done: int, rounds: int) -> object:
+            for callback in callbacks:
+                callback.on_round(self)
+                if self.evaluated:
+                    callback.on_evaluate(self)
+            return None if self.stopped is None else STOP
+
+        with ExitStack() as ending:
+            for callback in callbacks:
+                callback.on_start(self)
+                ending.callback(callback.on_end, self)
+            yield after_round if callbacks else None
+        if self.done == self.rounds:
+            self.stopped = None  # it has done all that was asked for
+
+
+class Callback:
+    """Base of all callbacks; override what you need."""
+
+    def on_start(self, run: Training) -> None:
+        """Before the first round."""
+
+    def on_round(self, run: Training) -> None:
+        """After every round."""
+
+    def on_evaluate(self, run: Training) -> None:
+        """After every round in which all clients were evaluated, after `on_round`."""
+
+    def on_end(self, run: Training) -> None:
+        """After the last round, or after an error."""
+
+
+def check_callbacks(given: object) -> list[Callback]:
+    if isinstance(given, Callback):
+        return [given]
+    if not isinstance(given, list | tuple) or not all(isinstance(c, Callback) for c in given):
+        raise BadInput(f"callbacks = {shown(given)}: give a list of fairvar.Callback objects")
+    return list(given)
+
+
+class ProgressBar(Callback):
+    """A bar on stderr in a terminal, otherwise a line every ten seconds: `progress=True`."""
+
+    def on_start(self, run: Training) -> None:
+        self._open = ExitStack()
+        self._report = self._open.enter_context(progress_bar(run.method.label))
+
+    def on_round(self, run: Training) -> None:
+        self._report(run.done, run.rounds, "rounds")
+
+    def on_end(self, run: Training) -> None:
+        self._open.close()
+
+
+class OnProgress(Callback):
+    """Calls a function with (rounds done, rounds in all)."""
+
+    def __init__(self, function: Callable[[int, int], object]) -> None:
+        self.function = function
+
+    def on_round(self, run: Training) -> None:
+        self.function(run.done, run.rounds)
+
+
+class EarlyStopping(Callback):
+    """Stop when a score has not become better in `patience` evaluations.
+
+    score: a number of `Fairness`, such as "mean", "worst_10_percent" or "variance_over_clients";
+    "loss", the mean loss over clients; or a function of the `Training`.
+    split, model: what it is measured on; by default the model that the method is reported by.
+    min_delta: what counts as better, in the units of the score.
+    higher_is_better: by default known from the name; of a function's score, higher is better.
+
+    Afterwards `best`, `best_round` and `best_state` (to continue from, or to save) are those of the
+    best evaluation.
+    """
+
+    def __init__(
+        self,
+        score: str | Callable[[Training], float] = "mean",
+        split: str = "valid",
+        model: str | None = None,
+        *,
+        patience: int = 5,
+        min_delta: float = 0.0,
+        higher_is_better: bool | None = None,
+    ) -> None:
+        names = [*Fairness.__dataclass_fields__, LOSS]
+        if not callable(score) and score not in names:
+            raise unknown("score", score, names)
+        if not isinstance(patience, int) or patience < 1:
+            raise BadInput(f"patience = {shown(patience)}: give a number of evaluations, from 1 on")
+        if not isinstance(min_delta, int | float) or not min_delta >= 0:
+            raise BadInput(f"min_delta = {shown(min_delta)}: give a number, at least 0")
+        self.score, self.split, self.model = score, split, model
+        self.patience, self.min_delta = patience, min_delta
+        self.higher_is_better = higher_is_better
+        self._reset()
+
+    def _reset(self) -> None:
+        self.best, self.best_round, self.waited = math.nan, 0, 0
+        self.best_state: State | None = None
+
+    @property
+    def name(self) -> str:
+        return self.score if isinstance(self.score, str) else getattr(self.score, "__name__", "it")
+
+    def on_start(self, run: Training) -> None:
+        if not callable(self.score) and self.split not in run.splits:
+            raise BadInput(
+                f"EarlyStopping needs the split {shown(self.split)}, but evaluated are "
+                f"{', '.join(run.splits) or 'none'}: see evaluate_splits, or give another split"
+            )
+        self._reset()
+
+    def on_evaluate(self, run: Training) -> None:
+        value = self._value(run)
+        gain = value - self.best if self._higher(run) else self.best - value
+        if math.isnan(self.best) or gain > self.min_delta:
+            self.best, self.best_round, self.waited = value, run.done, 0
+            self.best_state = run.state
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            run.stop(
+                f"{self.name} ({self.split}) has not become better than {self.best:.6g} since "
+                f"round {self.best_round}"
+            )
+
+    def _higher(self, run: Training) -> bool:
+        if self.higher_is_better is not None or callable(self.score):
+            return self.higher_is_better is not False
+        # Which means and which clients are good depends on the metric, not what is even.
+        return self.score not in LESS and (self.score in EVEN or run.metric.higher_is_better)
+
+    def _value(self, run: Training) -> float:
+        if callable(self.score):
+            return float(self.score(run))
+        if self.score == LOSS:
+            return run.mean_loss(self.split, self.model)
+        return float(run.fairness(self.split, self.model)[self.score])
+
+
+class TensorBoard(Callback):
+    """Writes curves for TensorBoard (`pip install "fairvar[tensorboard]"`, then
+    `tensorboard --logdir FOLDER`): at evaluations, the mean training loss and for each split and
+    model the mean, the variance and the worst tenth over clients, and the mean loss."""
+
+    def __init__(self, folder: str | Path = "tensorboard") -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            way = 'pip install "fairvar[tensorboard]"'
+            raise BadInput(f"TensorBoard needs the package tensorboard: {way}") from None
+        self.folder, self._new = Path(folder), SummaryWriter
+        self._writer: Any = None
+
+    def on_start(self, run: Training) -> None:
+        self._writer = self._new(str(self.folder))
+
+    def on_evaluate(self, run: Training) -> None:
+        history = run.history()
+        self._write(f"train/{LOSS}", float(run.loss.nanmean()), run.done)
+        for split, model in history.score:
+            scores = run.fairness(split, model)
+            for name in WRITTEN:
+                self._write(f"{split}/{model}/{name}", scores[name], run.done)
+        for split, model in history.evaluated_loss:
+            self._write(f"{split}/{model}/{LOSS}", run.mean_loss(split, model), run.done)
+
+    def _write(self, name: str, value: float, done: int) -> None:
+        self._writer.add_scalar(name, value, done)
+
+    def on_end(self, run: Training) -> None:
+        self._writer.close()

@@ -1,0 +1,85 @@
+"""`ClientData`: what one node brings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fairvar as fv
+
+TABLE = "age,pulse,ill\n" + "".join(
+    f"{20 + k},{60.5 + k},{['no', 'yes'][k % 2]}\n" for k in range(20)
+)
+
+
+def test_a_table_is_split(tmp_path: Path) -> None:
+    path = tmp_path / "berlin.csv"
+    path.write_text(TABLE, encoding="utf-8-sig")  # as spreadsheets write it
+    found = fv.ClientData.from_csv(path, "ill", labels=["no", "yes"])
+    again = fv.ClientData.from_csv(path, "ill", labels=["no", "yes"])
+    assert found.name == "berlin"
+    assert [len(pair[1]) for pair in (found.train, found.valid, found.test)] == [16, 2, 2]
+    np.testing.assert_array_equal(found.test[0], again.test[0])
+    x = np.concatenate([pair[0] for pair in (found.train, found.valid, found.test)])
+    y = np.concatenate([pair[1] for pair in (found.train, found.valid, found.test)])
+    assert x.dtype == np.float32
+    assert sorted(x[:, 0].tolist()) == list(range(20, 40))
+    np.testing.assert_array_equal(x[:, 1] - x[:, 0], np.full(20, 40.5))
+    np.testing.assert_array_equal(x[:, 0] % 2, y)
+    fed = found.federation(2)
+    assert (fed.clients, fed.classes, fed.input_shape) == (1, 2, (2,))
+
+
+def test_a_folder_of_parts(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text("y,a,b\n1.5,1,2\n2,3,4\n")
+    (tmp_path / "test.csv").write_text("b,a,y\n6,5,1\n")
+    found = fv.ClientData.from_csv(tmp_path, "y", columns=["a", "b"])
+    assert found.valid is None
+    np.testing.assert_array_equal(found.test[0], [[5, 6]])  # by name, not by place
+    fed = found.federation()  # whole numbers in one part are floats in the other
+    assert fed.classes is None
+    assert fed.test.y.tolist() == [1.0]
+
+
+def test_a_scale(tmp_path: Path) -> None:
+    x = np.array([[1.0, 7.0], [3.0, 7.0]])
+    data = fv.ClientData((x, [0, 1]), test=(x + 2, [0, 1]))
+    own, agreed = data.scaled(), data.scaled(mean=[1.0, 7.0], sd=2.0)
+    np.testing.assert_array_equal(own.train[0], [[-1, 0], [1, 0]])
+    np.testing.assert_array_equal(own.test[0], [[1, 2], [3, 2]])  # by the training samples'
+    np.testing.assert_array_equal(agreed.test[0], [[1, 1], [2, 1]])
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "message"),
+    [
+        (
+            "a,ill\n1,maybe\n",
+            {"labels": ["no", "yes"]},
+            "line 2: ill is 'maybe'; the labels are no",
+        ),
+        ("a,ill\n1,0\n,1\n", {}, "line 3: a is '', not a number"),
+        ("a,ill\n1\n", {}, "line 2: ill is '', not a number"),
+        ("a,b\n1,0\n", {}, "has no column 'ill'; it has a, b"),
+        ("a,ill\n1,0\n", {"columns": ["c"]}, "has no column 'c'"),
+        ("a,ill\n", {}, "has no samples"),
+        ("", {}, "has no column"),
+    ],
+)
+def test_tables_that_cannot_be_used(text: str, more: dict, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(fv.BadInput) as refused:
+        fv.ClientData.from_csv(tmp_path / "t.csv", "ill", **more)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_no_data(tmp_path: Path) -> None:
+    with pytest.raises(fv.BadInput, match="cannot be read as a CSV file: No such file"):
+        fv.ClientData.from_csv(tmp_path / "none.csv", "ill")
+    with pytest.raises(fv.BadInput, match="a row of x and an element of y"):
+        fv.ClientData.from_arrays(np.zeros((3, 2)), np.zeros(2))
+    with pytest.raises(fv.BadInput, match="NaN or infinity"):
+        fv.ClientData((np.full((3, 2), np.nan), np.zeros(3))).federation()

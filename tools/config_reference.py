@@ -1,0 +1,112 @@
+"""The configuration reference, made from the types that check a configuration.
+
+`python tools/config_reference.py` prints it; `make docs` makes a page of it. A key's explanation is
+the comment behind its field, what `fairvar.train` says of it, or the row of a method's page.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from fairvar.engine.settings import EvaluateSettings, TrainSettings
+from fairvar.engine.train import train
+from fairvar.methods import METHODS
+from fairvar.runs.config import INNER, PARTITIONS, Config
+
+METHOD_PAGES = Path(__file__).parents[1] / "docs" / "methods"
+OPTION = re.compile(r"^\| `(\w+)` \|[^|]*\| (.*) \|$", re.MULTILINE)
+# A paragraph of train's docstring begins with the names that it is about.
+TRAIN = re.compile(
+    r"^((?:[a-z_]+, )*[a-z_]+): (.*?)(?=^[a-z_, ]+: |^$|\Z)", re.MULTILINE | re.DOTALL
+)
+INTRO = """# Configuration
+
+A run is one TOML file; `fairvar example` writes one. Every key can be changed on the command line,
+as in `fairvar run quick.toml train.lr=0.2`, and unknown keys are refused. A sweep file has lists in
+`[sweep]` instead of `[method]` ([sweeps](../experiments.md#sweeps)). This page is made from the
+types that check a configuration.
+"""
+
+
+def reference() -> str:
+    parts = [INTRO]
+    top = [f for f in msgspec.structs.fields(Config) if not isinstance(f.default, msgspec.Struct)]
+    parts.append(section("", Config, only={f.name for f in top}))
+    for field in msgspec.structs.fields(Config):
+        if field.name == "partition":
+            parts += [section(f"partition, name = {tag}", kind) for tag, kind in PARTITIONS.items()]
+        elif field.name == "method":
+            parts += [section(f"method, name = {tag}", kind) for tag, kind in METHODS.items()
+                      if kind.__module__.startswith("fairvar.")]  # fmt: skip
+        elif isinstance(field.default, msgspec.Struct):
+            parts.append(section(field.name, type(field.default)))
+    parts += [section(f"train.{name}", kind) for name, kind in INNER.items()]
+    return "\n".join(parts)
+
+
+def section(name: str, kind: Any, only: set[str] | None = None) -> str:
+    """A heading, the first paragraph of the docstring, and a row for each key."""
+    hints = get_type_hints(kind, include_extras=True)
+    said = explanations(kind)
+    rows = []
+    for field in msgspec.structs.fields(kind):
+        if only is not None and field.name not in only:
+            continue
+        default = "needed" if field.required else f"`{shown(field.default)}`"
+        rows.append(f"| `{field.name}` | {kind_of(hints[field.name])} | {default} | "
+                    f"{said.get(field.name, '')} |")  # fmt: skip
+    about = inspect.cleandoc(kind.__doc__ or "").split("\n\n")[0]
+    table = ["| key | type | default | meaning |", "|---|---|---|---|", *rows] if rows else []
+    head = f"## [{name}]" if name else "## Top of the file"
+    return "\n".join([head, "", about.replace("\n", " "), "", *table, ""])
+
+
+def explanations(kind: Any) -> dict[str, str]:
+    """Comments behind the fields, the description of `fairvar.train`, a method's page of docs."""
+    found = dict(re.findall(r"^ {4}(\w+): .*?  # (.*)$", inspect.getsource(kind), re.MULTILINE))
+    if kind in (TrainSettings, EvaluateSettings):
+        for names, meaning in TRAIN.findall(inspect.getdoc(train) or ""):
+            for name in names.split(", "):
+                found[name.removeprefix("evaluate_")] = " ".join(meaning.split())
+    page = METHOD_PAGES / f"{kind.__struct_config__.tag}.md"
+    if page.is_file():
+        found |= dict(OPTION.findall(page.read_text(encoding="utf-8")))
+    return {name: re.sub(r"(?<!\\)\|", r"\|", meaning) for name, meaning in found.items()}
+
+
+def shown(value: object) -> str:
+    if value is None or value == ():
+        return "–"
+    if isinstance(value, msgspec.Struct):
+        return "see below"
+    return msgspec.json.encode(value).decode()
+
+
+def kind_of(hint: Any) -> str:
+    """A type in words: "number > 0", "one of …", "whole number ≥ 1 or nothing"."""
+    if hasattr(hint, "__metadata__"):
+        signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+        found = [(sign, getattr(meta, key, None)) for meta in hint.__metadata__
+                 for key, sign in signs.items()]  # fmt: skip
+        bounds = [f"{sign} {v:g}" for sign, v in found if v is not None and abs(v) < 1e9]
+        return " ".join([kind_of(hint.__origin__), ", ".join(bounds)]).strip()
+    inner = get_args(hint)
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(f"`{msgspec.json.encode(v).decode()}`" for v in inner)
+    if get_origin(hint) is tuple:
+        each = {kind_of(part) for part in inner if part is not Ellipsis}
+        return f"list of {' / '.join(sorted(each))}"
+    if inner:
+        return " or ".join("nothing" if part is NoneType else kind_of(part) for part in inner)
+    words = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+    return words.get(hint, "section")
+
+
+if __name__ == "__main__":
+    print(reference())
