@@ -199,7 +199,7 @@ class Tally:
     same: int = 0
     other: int = 0  # read, with another result: only where a format has no checksum
     wrong: list[str] = field(default_factory=list)
-    slowest: float = 0.0  # seconds
+    slowest: float = 0.0  # seconds of this process, whatever else the machine does
     megabytes: float = 0.0  # by which this process has grown
 
     def __str__(self) -> str:
@@ -211,7 +211,7 @@ class Tally:
 def attempt(read: Callable[[], Any], expected: Any, tally: Tally, sealed: bool, what: str) -> None:
     """Read once; the error must be one line, and a sealed input must not give another result."""
     reset_peak()
-    before, start = peak_bytes() or 0, time.perf_counter()
+    before, start = peak_bytes() or 0, time.process_time()
     tally.tried += 1
     try:
         found = read()
@@ -229,7 +229,7 @@ def attempt(read: Callable[[], Any], expected: Any, tally: Tally, sealed: bool, 
         tally.other += not same
         if sealed and not same:
             tally.wrong.append(f"{what}: read, but not what was written")
-    tally.slowest = max(tally.slowest, time.perf_counter() - start)
+    tally.slowest = max(tally.slowest, time.process_time() - start)
     grown = (peak_bytes() or 0) - before
     tally.megabytes = max(tally.megabytes, grown / 2**20)
 

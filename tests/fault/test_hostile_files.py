@@ -38,6 +38,7 @@ PLAN = {
     "sweep": {"methods": ["fedavg"], "seeds": 1, "lr": [0.05, 0.5]},
 }
 MUTATIONS = 40  # of every reader; `make soak` makes thousands
+HANGS = 60.0  # seconds of computing; reading takes milliseconds
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_every_mutation_of_every_input_is_refused_or_harmless(made: Path, tmp_pa
         assert not tally.wrong, f"{reader.name}: {tally.wrong[:3]}"
         assert tally.tried == tally.refused + tally.same + tally.other > 0
         assert tally.megabytes < 500, reader.name
-        assert tally.slowest < 10, reader.name
+        assert tally.slowest < HANGS, reader.name
 
 
 def test_every_mutation_behind_a_right_seal_is_refused_or_harmless(full: Path) -> None:
@@ -241,7 +242,7 @@ def test_special_files_are_refused(kind: str, made: Path, tmp_path: Path) -> Non
         assert (tally.refused, tally.other) in ((1, 0), (0, 1)), reader.name
         assert tally.refused or reader.name.startswith("a PNG"), f"{kind} as {reader.name}"
         assert tally.megabytes < 300, reader.name
-        assert tally.slowest < 5, reader.name
+        assert tally.slowest < HANGS, reader.name
 
 
 @pytest.mark.parametrize("kind", SPECIAL)

@@ -11,7 +11,6 @@ import random
 import shutil
 import tarfile
 import tempfile
-import time
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -281,17 +280,15 @@ BOMBS = {
 
 @pytest.mark.parametrize("kind", BOMBS)
 def test_bombs_and_tails_are_refused(kind: str, tmp_path: Path) -> None:
-    """Quickly and in little memory, with a list that fits."""
+    """In little memory, with a list that fits."""
     listed(tmp_path, BOMBS[kind]())
     tracemalloc.start()
-    start = time.perf_counter()
     try:
         with pytest.raises(IntegrityError) as found:
             unpacked(tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 100_000_000
     finally:
         tracemalloc.stop()
-    assert time.perf_counter() - start < 10
     assert "\n" not in str(found.value)
 
 

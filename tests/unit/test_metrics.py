@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import numpy as np
 import pytest
@@ -219,11 +218,9 @@ def test_coverage_of_the_interval(K, mean, sd):
     assert 0.93 - allowance < hits / federations < 0.97 + allowance
 
 
-def test_intervals_are_repeatable_nested_and_fast():
+def test_intervals_are_repeatable_and_nested():
     accuracy, samples = simulated(np.random.default_rng(0), 100, 0.7, 0.1)
-    start = time.perf_counter()
     f = fairness(accuracy, samples)
-    assert time.perf_counter() - start < 0.5  # 8 ms when the machine is idle
     assert f == fairness(accuracy, samples)
     assert f != fairness(accuracy, samples, seed=1)
     for name in ("variance_interval", "corrected_variance_interval"):
