@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from zlib import crc32
 
 from jaxtyping import config, install_import_hook
@@ -12,6 +13,13 @@ install_import_hook("fairvar", "typecheck.checker")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
+
+# A suite that was started with nohup or in the background of a script ignores signals, and commands
+# that tests start would inherit that.
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        python = number == signal.SIGINT
+        signal.signal(number, signal.default_int_handler if python else signal.SIG_DFL)
 
 # No deadline: the machines that run the tests are noisy, and speed is for the benchmark.
 settings.register_profile("tests", deadline=None, derandomize=True)

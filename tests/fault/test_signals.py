@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -161,13 +163,23 @@ def test_orphans_end_even_in_a_round_that_hangs(children, endless, tmp_path):
     assert gone
 
 
+@contextmanager
+def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A command that is killed if the test fails before it has ended."""
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize(("name", "delay"), [("SIGINT", 0.0), ("SIGTERM", 0.3), ("SIGINT", 0.6),
                                              ("SIGHUP", 1.0)])  # fmt: skip
 def test_a_signal_while_a_command_starts(name, delay, endless, tmp_path):
     """It imports torch for seconds; 130 and one line, and no traceback of a half-done import."""
     script = "import sys; from fairvar.cli import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", script, *map(str, sweep(endless, tmp_path / "out"))]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with started(command) as process:
         wait_until(lambda: catches(process.pid, signal.SIGHUP))
         time.sleep(delay)
         process.send_signal(getattr(signal, name))
@@ -176,13 +188,13 @@ def test_a_signal_while_a_command_starts(name, delay, endless, tmp_path):
     assert [line.partition(";")[0] for line in err.splitlines()] == ["fairvar: interrupted"]
 
 
-def sweep_after(statement: str, config: Path, out: Path) -> subprocess.Popen[str]:
+@contextmanager
+def sweep_after(statement: str, config: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
     """A sweep under way, in a process that has executed a Python statement before."""
     script = f"{statement}\nimport sys\nfrom fairvar.cli import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", script, *map(str, sweep(config, out))]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: under_way(out))
-    return process
+    with started([sys.executable, "-c", script, *map(str, sweep(config, out))]) as process:
+        wait_until(lambda: under_way(out))
+        yield process
 
 
 def test_an_ignored_signal_stays_ignored(endless, tmp_path):
