@@ -11,6 +11,7 @@ from jaxtyping import config
 
 from fairvar.report import summary
 from fairvar.report.paired import Difference, Paired
+from fairvar.scores import ACCURACY
 
 UP, DOWN, NOISE = (
     Difference(0.02, 0.01, 0.03),
@@ -31,13 +32,14 @@ def group(
     results = [
         SimpleNamespace(label=name, at=None if name != "FedAvg" and found[name] is None else 0,
                         both=found.get(name), reported=lambda model: model,
-                        seed_accuracy=lambda model, n=i: np.array([[0.8, 0.6 + n / 10]]))
+                        seed_scores=lambda model, n=i: np.array([[0.8, 0.6 + n / 10]]))
         for i, name in enumerate(names)
     ]  # fmt: skip
     return SimpleNamespace(
         alpha=alpha, results=results, dataset="data", kind=[], passport=passport,
         births=[{"seed": seed} for seed in range(seeds)],
         criterion=SimpleNamespace(model="global"), config=SimpleNamespace(protocol="boxes"),
+        metric=ACCURACY,
     )  # fmt: skip
 
 

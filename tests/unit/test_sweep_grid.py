@@ -338,10 +338,10 @@ def test_bad_input_names_the_run_and_leaves_nothing(engine, tmp_path, monkeypatc
     cells = plan(model={}).cells
     real = experiment.prepare
 
-    def prepare(model: Any, data: Any, method: Any, loss: Any, settings: Any) -> Any:
+    def prepare(model: Any, data: Any, method: Any, loss: Any, settings: Any, **more: Any) -> Any:
         if settings.lr == 0.5:
             raise BadInput("half is too much")
-        return real(model, data, method, loss, settings)
+        return real(model, data, method, loss, settings, **more)
 
     def train(members: Any, *rest: Any) -> Any:
         for m in members:
