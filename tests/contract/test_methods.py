@@ -76,7 +76,7 @@ from checks import (
     utility_objective,
     worse_clients_weigh_more,
 )
-from fairvar.methods.response import CDFS
+from fairvar.methods.aaggff import CDFS
 from fairvar.testing import CLAUSES, check_method, federation
 from gram_checks import follows
 

@@ -8,9 +8,9 @@
 
 A reply carries the stamp of its request, so that an answer to an older request is recognised. The
 exchanges share no memory on the client: a reply depends on the request and the client's data only,
-and on the personal model v_i where the method has such. v_i stays with the client (`personal.py`).
-A client's samples lie where the engine would hold them, in a federation whose other clients have
-none, so batches, losses and steps come from the engine's code and its random streams.
+and on the personal model v_i where the method has one. v_i stays with the client
+(`PersonalModels`). The client's samples are client i of a federation whose other clients have none,
+so batches, losses and steps come from the engine's code and its random streams.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Literal, NamedTuple
 
 import torch
 from msgspec.structs import replace as with_fields
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from fairvar.data.federation import Federation, Split
-from fairvar.deploy.personal import PersonalModels
 from fairvar.engine.evaluate import evaluate_shared
 from fairvar.engine.kernels import reference as own
 from fairvar.engine.losses import LossFunction, choose_metric
@@ -33,8 +33,10 @@ from fairvar.engine.run import Run
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.task import split_model
 from fairvar.engine.train import prepare
-from fairvar.errors import BadInput
+from fairvar.errors import BadInput, IntegrityError
+from fairvar.files import MOST_TENSORS, read_bytes, write_bytes
 from fairvar.methods.base import Method, Replies
+from fairvar.runs.serialize import load_tensors
 from fairvar.scores import Metric
 from fairvar.tree import Tree, is_finite, scale, squared_norm, subtract, tree_map
 
@@ -49,6 +51,7 @@ SCORE = "score"  # a number in train requests: 1 asks for scores of the local mo
 METRIC = "metric"  # a number in replies: the score, if it is neither accuracy nor loss
 STEP = "step"  # a client's part of the normaliser, in sums over clients
 HELD_OUT = ("valid", "test")
+ROUNDS = "/rounds"  # in the file of a personal model; no parameter has such a name
 
 
 class Stamp(NamedTuple):
@@ -238,6 +241,65 @@ def _placed(split: Split, number: int) -> Split:
 def only(federation: Federation, client: int) -> Federation:
     """The federation that this client sees: its own."""
     return federation.only([client])
+
+
+# -- personal models -------------------------------------------------------------------------------
+class PersonalModels:
+    """The personal models v_i of one client, one file per run in a folder, or in memory.
+
+    A run that starts anew has a new number (`TRAINING` in requests), under which v_i is kept. So a
+    run that continues, and a client that restarts, find the model again, and another run does not.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder, self.memory = folder, dict[str, bytes]()
+
+    def load(self, name: str, received: Tree) -> tuple[Tree, int]:
+        """v_i, and how many of the first rounds it has seen. A client that is new to the run starts
+        from the model that it has received."""
+        content = self._read(name)
+        if content is None:
+            self.save(name, received, 0)
+            return received, 0
+        try:
+            found = load_tensors(content)
+            rounds = int(found.pop(ROUNDS))
+        except (IntegrityError, LookupError, ValueError, RuntimeError) as error:
+            raise BadInput(f"the personal model {self._place(name)} is damaged ({error}); delete "
+                           "it to start again from the global model") from None  # fmt: skip
+        forms = [{k: (v.shape, v.dtype) for k, v in tree.items()} for tree in (found, received)]
+        if forms[0] != forms[1]:
+            raise BadInput(f"the personal model {self._place(name)} is of another architecture; "
+                           "delete it")  # fmt: skip
+        device = next(iter(received.values())).device
+        return {k: v.to(device) for k, v in found.items()}, rounds
+
+    def save(self, name: str, model: Tree, rounds: int) -> None:
+        flat = {k: leaf.detach().cpu().contiguous() for k, leaf in model.items()}
+        content = save({**flat, ROUNDS: torch.tensor(rounds)})
+        if self.folder is None:
+            self.memory[name] = content
+            return
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # for this user only
+        except OSError as error:
+            why = error.strerror or error
+            raise BadInput(f"the folder {self.folder} cannot be made: {why}") from None
+        write_bytes(self._place(name), content)
+
+    def _read(self, name: str) -> bytes | None:
+        if self.folder is None:
+            return self.memory.get(name)
+        try:
+            return read_bytes(self._place(name), MOST_TENSORS, follow=False)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            what = f"the personal model {self._place(name)} cannot be read"
+            raise BadInput(f"{what}: {error.strerror or error}") from None
+
+    def _place(self, name: str) -> Path:
+        return (self.folder or Path()) / f"{name}.safetensors"
 
 
 # -- sums over clients only (secure aggregation) ---------------------------------------------------

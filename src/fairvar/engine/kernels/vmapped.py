@@ -21,12 +21,13 @@ from torch.func import grad_and_value, vmap
 
 from fairvar.engine.batches import Batch, RoundBatches
 from fairvar.engine.kernels.compiled import group_width, of_group
-from fairvar.engine.kernels.local import bounded, velocity
 from fairvar.engine.kernels.shared import (
     PooledPass,
+    bounded,
     jvp,
     observed_losses,
     takes_batch_losses,
+    velocity,
 )
 from fairvar.engine.run import TILE, Run
 from fairvar.engine.server import Aggregator

@@ -30,7 +30,7 @@ from fairvar.engine.kernels.linear.dual import (
     by_client,
     through_grams,
 )
-from fairvar.engine.kernels.local import shortened, shortening
+from fairvar.engine.kernels.shared import shortened, shortening
 from fairvar.engine.server import Aggregator
 from fairvar.tree import Tree
 
