@@ -402,15 +402,17 @@ class SummingServer(Server):
         step, update = found.arrays.get(STEP, torch.ones(1)), group_of(found.arrays, MODEL)
         unknown = torch.full_like(found.share, torch.nan)
         plain = type(method).weigh is Method.weigh  # weights by losses stay the clients' own
-        return self.aggregator(method, found.share, found.ids).outcome(
-            {k: (v / step).to(state.x[k].dtype) for k, v in update.items()},
+        return self.aggregator(method, found.share, found.ids).finish(
+            lambda _, step: {k: (v / step).to(state.x[k].dtype) for k, v in update.items()},
             loss=unknown,
             weights=found.share if plain else unknown,
             memory=state.memory,
+            lr=self.agreed.train.lr_of(state.round),
             buffers={},
             own=unknown if method.uses_mean_loss else None,
             mean_gradient=known.mean_gradient if self.method.keeps_gradient else None,
             mean_loss=known.mean_loss,
+            normaliser=step,
         )
 
     def _mean(

@@ -1,8 +1,8 @@
-"""The server's half of a round: losses → weights → normaliser → Outcome, for one run or many.
+"""The server's half of a round, for one run or many: `weigh`, then `finish`.
 
     x ← x − Σ_i w_i (x − x_i) / normaliser − κ η g
 
-Every kernel and every deployment computes Σ_i w_i (x − x_i) in its own way; all else is here.
+Every kernel and every deployment computes Σ_i w_i (x − x_i) in its own way, between the two.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from fairvar.tree import Tree, gram, squared_norm, stack, subtract, tree_map, ty
 
 Limit = Callable[[Tensor], Tensor]  # the weights, none of them too large
 Combine = Callable[[Tensor, Tree], Tree]  # (weights, a tree with the clients first) → one tree
+# (w_i / normaliser, normaliser) → Σ_i w_i (x − x_i) / normaliser
+Total = Callable[[Tensor, Tensor | float], Tree]
 
 
 @dataclass(frozen=True)
@@ -129,12 +131,15 @@ class Aggregator:
     def normaliser(
         self,
         loss: Float64[Tensor, "*runs m"],
-        squared_norms: Float64[Tensor, "*runs m"],
+        squared_norms: Float64[Tensor, "*runs m"] | None,
         lr: Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float,
     ) -> Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float:
-        """What the weighted sum of updates is divided by; of several runs, (runs, 1)."""
+        """What the weighted sum of updates is divided by; of several runs, (runs, 1). The norms are
+        zero for methods that do not use them."""
         if type(self.method).normaliser is Method.normaliser:
             return 1.0
+        if squared_norms is None:
+            squared_norms = torch.zeros_like(loss)
 
         def normaliser(method: Method, loss: Tensor, norms: Tensor, lr: Tensor | float) -> Tensor:
             found = method.normaliser(self._replies(loss), norms, lr)
@@ -143,21 +148,37 @@ class Aggregator:
         found: Tensor = self.each(normaliser, loss, squared_norms, lr)
         return found if self.runs is None else found.reshape(-1, 1)
 
-    def outcome(
+    def finish(
         self,
-        update: Tree,
+        total: Total,
         loss: Float64[Tensor, "*runs m"],
         weights: Float64[Tensor, "*runs m"],
         memory: Memory,
+        *,
+        lr: Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float,
         buffers: Tree,
         own: Float64[Tensor, "*runs m"] | None,
         mean_gradient: Tree | None,
         mean_loss: Tensor | None = None,
+        squared_norms: Float64[Tensor, "*runs m"] | None = None,
+        normaliser: Tensor | None = None,
+        g: Tree | None = None,
     ) -> Outcome:
-        """`weights` are divided by the normaliser already; `own` are the factors of the clients'
-        own gradients (None: one; NaN: only the client knows it)."""
+        """The last part of every round: normaliser → update, with the server's own step → Outcome.
+
+        `weights` and `memory` are those of `weigh`. `total` computes the update, because each
+        kernel divides by the normaliser where that costs it least. `own`: the factors of the
+        clients' own gradients (None: one; NaN: only the client knows it). `squared_norms`:
+        ‖x − x_i‖², where the method uses them. `normaliser`: if it is known already. `g`: what the
+        clients received, for methods whose server takes a step along it.
+        """
+        if normaliser is None:
+            divisor = self.normaliser(loss, squared_norms, lr)
+            weights = weights / divisor if isinstance(divisor, Tensor) else weights
+        else:
+            divisor = normaliser
         return Outcome(
-            update=update,
+            update=self.with_term(total(weights, divisor), loss, lr, g),
             buffers=buffers,
             memory=memory,
             loss=loss,
@@ -202,19 +223,21 @@ def aggregate(
     if products is not None:
         limit = _by_length(limit, products)
     norms = torch.stack([squared_norm(u) for u in updates]).double()
-    weights = limit(weights) / server.normaliser(answers.loss, norms, lr)
     buffers = stack(answers.buffers) if state.buffers else {}
     # In float64, whatever the buffers are: batch norm also counts.
     mean = combine(server.share, {k: v.double() for k, v in buffers.items()})
-    return server.outcome(
-        server.with_term(combine(weights, stack(updates)), answers.loss, lr, g),
+    return server.finish(
+        lambda divided, _: combine(divided, stack(updates)),
         answers.loss,
-        weights,
+        limit(weights),
         memory,
-        typed_as(mean, buffers),
-        answers.own,
-        mean_gradient,
-        mean_loss,
+        lr=lr,
+        buffers=typed_as(mean, buffers),
+        own=answers.own,
+        mean_gradient=mean_gradient,
+        mean_loss=mean_loss,
+        squared_norms=norms,
+        g=g,
     )
 
 

@@ -225,8 +225,16 @@ def pooled_round(run: Run, state: State, t: int) -> Outcome:
     if state.mean_gradient is not None and not method.probes:
         direction = add(direction, state.mean_gradient, spill.to(run.dtype))
     kept = mean_gradient[0] if run.method.reports_gradient else None
-    update = scale(_decayed(run, state, direction, weights), run.lr)
-    return server.outcome(update, loss, weights, memory, forward.buffers, own, kept)
+    return server.finish(
+        lambda *_: scale(_decayed(run, state, direction, weights), run.lr),
+        loss,
+        weights,
+        memory,
+        lr=run.lr,
+        buffers=forward.buffers,
+        own=own,
+        mean_gradient=kept,
+    )
 
 
 def _decayed(run: Run, state: State, direction: Tree, weights: Tensor) -> Tree:
@@ -264,7 +272,6 @@ def blocked_round(run: Run, state: State, t: int) -> Outcome:
         if run.clip_norm is not None:
             cut = torch.clamp(run.clip_norm / norms.sqrt(), max=1.0)
             norms, kept = norms * cut**2, weights * cut
-    normaliser = server.normaliser(loss, run.lr**2 * norms, run.lr)
     direction = weighted_sum(kept * own, gradient)
     if g is not None:
         direction = add(direction, g, (kept * shared).sum().to(run.dtype))
@@ -273,11 +280,22 @@ def blocked_round(run: Run, state: State, t: int) -> Outcome:
             products = _weighted_curvature(run, state, blocks, gradient, g, weights)
         direction = add(direction, products, method.curvature)
     direction = _decayed(run, state, direction, weights)
-    step = run.lr / normaliser
-    update = scale(direction, step.to(run.dtype) if isinstance(step, Tensor) else step)
-    kept_gradient = fresh if run.method.keeps_gradient else None
-    weights = weights / normaliser
-    return server.outcome(update, loss, weights, memory, buffers, own, kept_gradient)
+
+    def total(_: Tensor, normaliser: Tensor | float) -> Tree:
+        step = run.lr / normaliser
+        return scale(direction, step.to(run.dtype) if isinstance(step, Tensor) else step)
+
+    return server.finish(
+        total,
+        loss,
+        weights,
+        memory,
+        lr=run.lr,
+        buffers=buffers,
+        own=own,
+        mean_gradient=fresh if run.method.keeps_gradient else None,
+        squared_norms=run.lr**2 * norms,
+    )
 
 
 def _client_gradients(run: Run, state: State, blocks: Samples) -> tuple[Tensor, Tree, Tree]:

@@ -149,16 +149,17 @@ def vmapped_round(run: Run, state: State, t: int, observe: Observer | None = Non
         place = order.argsort()
         weights, memory = server.weigh(state.memory, loss, gram(update)[place][:, place])
         sums.add("update", weights[order], update)
-    normaliser = server.normaliser(loss, norms, run.lr)
-    update = divide(sums.trees["update"], normaliser)
-    return server.outcome(
-        server.with_term(update, loss, run.lr, sent.mean_gradient),
+    return server.finish(
+        lambda _, normaliser: divide(sums.trees["update"], normaliser),
         loss,
-        weights / normaliser,
+        weights,
         memory,
-        typed_as(sums.trees["buffers"], state.buffers) if state.buffers else {},
-        own,
-        _next_mean_gradient(run, state, sent, sums.trees.get("gradient")),
+        lr=run.lr,
+        buffers=typed_as(sums.trees["buffers"], state.buffers) if state.buffers else {},
+        own=own,
+        mean_gradient=_next_mean_gradient(run, state, sent, sums.trees.get("gradient")),
+        squared_norms=norms,
+        g=sent.mean_gradient,
     )
 
 

@@ -256,23 +256,33 @@ def _local_steps(
 
 def _finish(kernel: Linear, server: Aggregator, state: State, work: Work) -> Outcome:
     """x ← x − Σ_i w_i (x − x_i) / normaliser"""
-    run, layout, loss = kernel.run, work.batch.layout, work.loss
-    weights, memory = server.weigh(state.memory, loss)
-    if server.method.uses_norms:
-        norms = work.lr**2 * work.squared_norms
-        weights = weights / server.normaliser(loss, norms, work.lr)
-    scaled = weights * work.lr
+    weights, memory = server.weigh(state.memory, work.loss)
+    reports, norms = kernel.run.method.reports_gradient, server.method.uses_norms
+    return server.finish(
+        lambda divided, _: _total(kernel, work, divided),
+        work.loss,
+        weights,
+        memory,
+        lr=work.lr,
+        buffers=state.buffers,
+        own=work.own,
+        mean_gradient=kernel.mean_gradient(work.batch, work.first) if reports else None,
+        squared_norms=work.lr**2 * work.squared_norms if norms else None,
+    )
+
+
+def _total(kernel: Linear, work: Work, weights: Float64[Tensor, "runs n"]) -> Tree:
+    """Σ_i w_i (x − x_i)"""
+    layout, scaled = work.batch.layout, weights * work.lr
     slopes, spill = work.along * layout.spread(scaled), None
     if work.shared is not None:  # how much of g the weighted sum of directions contains
         spill = (scaled * work.shared).sum(1, keepdim=True)
         if work.g is None:
-            slopes = torch.addcmul(slopes, work.first, layout.spread(spill * run.share))
+            slopes = torch.addcmul(slopes, work.first, layout.spread(spill * kernel.run.share))
     update = work.batch.gradient(kernel.dual.model, slopes)
-    if spill is not None and work.g is not None:
-        update = tree_map(lambda x, g: _add_scaled(x, g, spill), update, work.g)
-    reports = run.method.reports_gradient
-    g = kernel.mean_gradient(work.batch, work.first) if reports else None
-    return server.outcome(update, loss, weights, memory, state.buffers, work.own, g)
+    if spill is None or work.g is None:
+        return update
+    return tree_map(lambda x, g: _add_scaled(x, g, spill), update, work.g)
 
 
 def _add_scaled(x: Tensor, g: Tensor, factor: Float64[Tensor, "runs 1"]) -> Tensor:
