@@ -1,4 +1,4 @@
-"""What travels between server and client, and what a client answers.
+"""Messages between server and client, and the client's replies.
 
 | exchange | down | up |
 |---|---|---|
@@ -45,8 +45,8 @@ Exchange = Literal["probe", "train", "evaluate"]
 Number = int | float
 MODEL, BUFFERS, GRADIENT = "x", "buffer", "g"  # groups of arrays: "x/weight"
 MEAN_LOSS, LOSS, SAMPLES, ACCURACY = "a", "loss", "samples", "accuracy"  # numbers; "test/loss"
-PERSONAL = "personal"  # before the names of a personal model's scores: "personal/test/loss"
-TRAINING = "training"  # a number in requests: which run this is, where clients keep models of it
+PERSONAL = "personal"  # prefix of a personal model's scores: "personal/test/loss"
+TRAINING = "training"  # a number in requests: the id of the run, for stored personal models
 SCORE = "score"  # a number in train requests: 1 asks for scores of the local model
 METRIC = "metric"  # a number in replies: the score, if it is neither accuracy nor loss
 STEP = "step"  # a client's part of the normaliser, in sums over clients
@@ -55,7 +55,7 @@ ROUNDS = "/rounds"  # in the file of a personal model; no parameter has such a n
 
 
 class Stamp(NamedTuple):
-    """Which request a message is or answers."""
+    """Identifies a request; a reply carries the stamp of its request."""
 
     exchange: Exchange
     round: int
@@ -65,7 +65,7 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """To `client`, or from it. `numbers` are plain Python ones and travel exactly."""
+    """A request to `client` or its reply. `numbers` are Python numbers and are sent exactly."""
 
     stamp: Stamp
     client: int
@@ -88,18 +88,18 @@ def grouped(**groups: Tree | None) -> Tree:
 
 
 def sends_score(metric: Metric) -> bool:
-    """Whether a client's score is a number of its own, beside its loss and accuracy."""
+    """Whether a client reports a score in addition to its loss and accuracy."""
     return metric.name not in (ACCURACY, LOSS)
 
 
 def sends_loss(method: Method) -> bool:
-    """Whether a client sends its loss: only where the method needs it."""
+    """Whether a client sends its loss: only if the method needs it."""
     return method.uses_losses or method.uses_mean_loss
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What server and clients agree on before the first round."""
+    """The settings that server and clients share before the first round."""
 
     model: nn.Module | str
     method: Method
@@ -109,7 +109,7 @@ class Agreement:
     clients: int
     input_shape: tuple[int, ...]
     classes: int | None  # None: regression
-    like: Split | None = None  # blank samples, if they are no single tensor of floats with a label
+    like: Split | None = None  # blank samples, unless a sample is one tensor of floats and a label
 
     @property
     def metric(self) -> Metric:
@@ -117,13 +117,13 @@ class Agreement:
 
 
 class Client:
-    """One client and its own data, ready to answer."""
+    """One client with its own data; answers requests."""
 
     def __init__(
         self, number: int, data: Federation, agreed: Agreement, folder: Path | None = None
     ) -> None:
-        """`data` is a federation of this client alone; `number` its id among all clients; `folder`
-        is for its personal models, which are otherwise kept in memory."""
+        """`data`: a federation of this client alone; `number`: its id among all clients; `folder`:
+        for its personal models, which are otherwise kept in memory."""
         if data.clients != 1:
             raise BadInput(f"a client holds its own data only, not that of {data.clients} clients")
         placed = {name: _placed(split, number) for name, split in data.splits.items()}
@@ -174,8 +174,8 @@ class Client:
         return arrays, {**_loss(method, loss), **scores}
 
     def _train_personal(self, kept: PersonalModels, request: Message, sent: nn.Module) -> None:
-        """The round's steps of v_i. They are taken once, also if the server repeats the round or
-        continues from an older checkpoint; a v_i that is no longer finite is not kept."""
+        """The round's steps of v_i. They are taken once, even if the server repeats the round or
+        resumes from an older checkpoint. A v_i that is not finite is not stored."""
         t, name = request.stamp.round, self._name(request)
         v, rounds = kept.load(name, self._received(request))
         if t >= rounds:
@@ -193,7 +193,7 @@ class Client:
         return {}, found
 
     def _name(self, request: Message) -> str:
-        """Of the personal model in this run."""
+        """The name under which the personal model of this run is stored."""
         if TRAINING not in request.numbers:
             raise BadInput("the server does not say which run this is; install the same version of "
                            "fairvar on both")  # fmt: skip
@@ -210,7 +210,7 @@ class Client:
         return {k: v.to(self.run.device) for k, v in request.group(group).items()}
 
     def _scores(self, model: Tree) -> dict[str, Number]:
-        """Of a model on the client's held-out samples, split by split."""
+        """The model's scores on the client's held-out samples, split by split."""
         found: dict[str, Number] = {}
         task = self.run.task
         params, buffers = split_model(task, model)
@@ -223,7 +223,7 @@ class Client:
                 if task.classifies:
                     found[f"{name}/{ACCURACY}"] = float(scores.accuracy[self.number])
                 score = float(scores.score[self.number])
-                if sends_score(task.metric) and isfinite(score):  # it may be not defined
+                if sends_score(task.metric) and isfinite(score):  # it may be undefined
                     found[f"{name}/{METRIC}"] = score
         return found
 
@@ -239,7 +239,7 @@ def _placed(split: Split, number: int) -> Split:
 
 
 def only(federation: Federation, client: int) -> Federation:
-    """The federation that this client sees: its own."""
+    """A federation of this client alone."""
     return federation.only([client])
 
 
@@ -255,8 +255,8 @@ class PersonalModels:
         self.folder, self.memory = folder, dict[str, bytes]()
 
     def load(self, name: str, received: Tree) -> tuple[Tree, int]:
-        """v_i, and how many of the first rounds it has seen. A client that is new to the run starts
-        from the model that it has received."""
+        """v_i and the number of rounds it was trained for. A client that is new to the run starts
+        from the model that it received."""
         content = self._read(name)
         if content is None:
             self.save(name, received, 0)
@@ -304,8 +304,8 @@ class PersonalModels:
 
 # -- sums over clients only (secure aggregation) ---------------------------------------------------
 def contribution(request: Message, reply: Message, method: Method, lr: float) -> Tree:
-    """All that a client adds to the sums, in float64: w(f_i) (x − x_i) instead of its model, its
-    part of the normaliser, f_i and ∇f_i as its method needs them."""
+    """The client's terms of the sums, in float64: w(f_i) (x − x_i) instead of its model, its part
+    of the normaliser, and f_i and ∇f_i if the method needs them."""
     method = method.shared.at_round(request.stamp.round)
     loss = torch.tensor([float(reply.numbers.get(LOSS, torch.nan))], dtype=torch.float64)
     found = grouped(g=tree_map(Tensor.double, reply.group(GRADIENT)))
@@ -321,7 +321,7 @@ def contribution(request: Message, reply: Message, method: Method, lr: float) ->
 
 
 def is_additive(method: Method) -> bool:
-    """Whether weights and normaliser are sums of clients' own parts: tried on three of them."""
+    """Whether weights and normaliser are sums of one term per client; tested on three clients."""
     method = method.shared
     if not method.sums_suffice or method.initial_memory(3):
         return False
@@ -337,7 +337,7 @@ def is_additive(method: Method) -> bool:
 
 
 def _alone(method: Method, loss: Tensor, norm: Tensor, lr: float) -> tuple[float, Tensor]:
-    """A client's weight and its part of the normaliser, if its plain weight were one."""
+    """A client's weight and its part of the normaliser for a plain weight of one."""
     one = Replies(loss, torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64), 1)
     weight, _ = method.weigh({}, one)
     step = torch.as_tensor(method.normaliser(one, norm.double().reshape(1), lr)).double()

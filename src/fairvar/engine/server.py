@@ -105,7 +105,7 @@ class Aggregator:
         return torch.as_tensor(self.method.server_term(self._replies(loss)), dtype=loss.dtype)
 
     def with_term(
-        self, update: Tree, loss: Float64[Tensor, " m"], lr: float | Tensor, g: Tree | None
+        self, update: Tree, loss: Float64[Tensor, "*runs m"], lr: float | Tensor, g: Tree | None
     ) -> Tree:
         """The update with the server's own step κ η g."""
         if self.method.broadcasts_means or g is None:

@@ -104,17 +104,12 @@ class Outcome:
     mean_gradient: Tree | None
     ascended: Tensor  # share of clients whose own gradient had a negative factor
     answered: Tensor | None = None  # (m,) ids of those that took part; None: all clients
-    finite: Tensor | None = None  # what the kernel says; None: what the losses say
+    losses_known: bool = True  # False: clients need not send them
     personal: Tree | None = None  # the clients' personal models after the round
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Outcome:
         """The same outcome with every tensor over runs replaced."""
         return replace(self, **_mapped(self, function))
-
-    @property
-    def fine(self) -> Bool[Tensor, "*runs"]:
-        """Whether all losses that were seen are finite, run by run, on the device."""
-        return torch.isfinite(self.loss).all(-1) if self.finite is None else self.finite
 
 
 def _mapped(
@@ -240,9 +235,9 @@ def settle(
 ) -> tuple[State, Int64[Tensor, " runs"]]:
     """All runs after a round, of which `done` are done then. A run that diverges in it, or did so
     before, keeps the state that it had."""
-    going, fine = diverged_at == GOING, outcome.fine
     rounds = done.double() if isinstance(done, Tensor) else None
     after = advance(state, outcome, rounds, optimiser)
+    going, fine = diverged_at == GOING, stays_finite(outcome, after)
     kept = going & fine
     if isinstance(done, int) and not kept.is_cuda and bool(kept.all()):
         return after, diverged_at  # the usual case, where asking costs little
@@ -251,6 +246,20 @@ def settle(
         return torch.where(kept.reshape(-1, *[1] * (new.dim() - 1)), new, old)
 
     return after.map(choose, state), torch.where(going & ~fine, done - 1, diverged_at)
+
+
+def stays_finite(outcome: Outcome, after: State) -> Bool[Tensor, " runs"]:
+    """The test for divergence of every round, run by run and on the device: finite losses and
+    personal models or, where losses are not known, a finite global model."""
+    if not outcome.losses_known:
+        return _finite_runs(after.params)
+    fine = torch.isfinite(outcome.loss).all(-1)
+    return fine if outcome.personal is None else fine & _finite_runs(outcome.personal)
+
+
+def _finite_runs(tree: Tree) -> Bool[Tensor, " runs"]:
+    found = [torch.isfinite(leaf).reshape(len(leaf), -1).all(1) for leaf in tree.values()]
+    return torch.stack(found).all(0)
 
 
 def advance(

@@ -61,10 +61,7 @@ class WithPersonal:
         reference = isinstance(self.shared, Network) and self.shared.form == "reference"
         personal_round = _one_by_one if reference else _vectorised
         found = personal_round(self.run, state.map(first_run), t)
-        finite = torch.stack([torch.isfinite(leaf).all() for leaf in found.values()]).all()
-        return replace(
-            outcome, personal=tree_map(one_run, found), finite=outcome.fine & finite[None]
-        )
+        return replace(outcome, personal=tree_map(one_run, found))
 
     # -- recorded rounds ---------------------------------------------------------------------------
     @property
