@@ -1,9 +1,8 @@
-"""The ServerApp: a run on Flower is stored in the same files as a simulated one.
+"""The ServerApp. It stores a run in the same files as a simulation.
 
-A checkpoint is written after every round. The same run, started again, continues from the last
-checkpoint, whatever happened to the server, its SuperLink or the nodes. The log has a line for each
-round and ends with the scores of the run. `flwr run --stream` ends with 0 even if the ServerApp
-fails, so the file failed.txt in the run's folder says why it failed.
+A checkpoint is written after every round, and a restarted run continues from the last one. The log
+has a line for each round and ends with the scores of the run. `flwr run --stream` exits with 0 even
+if the ServerApp fails, so the reason of a failure is in failed.txt in the run's folder.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ from fairvar.runs.stored import Deployed, StoredRun
 from fairvar.tree import size
 
 FAILED = "failed.txt"
-SECONDS_FOR_ANOTHER = 60.0  # for another server of this run to end
+SECONDS_FOR_ANOTHER = 60.0  # to wait for the lock of another server of this run
 COLUMNS = {"mean": ("accuracy %", 2), "variance_over_clients": ("variance", 3),
            "noise_floor": ("noise floor", 3), "corrected_variance": ("corrected", 3),
            "worst_10_percent": ("worst 10 %", 2)}  # fmt: skip
@@ -108,7 +107,7 @@ def run_on(grid: Grid, setup: Setup) -> Path:
 
 @contextmanager
 def _one_server(folder: Path) -> Iterator[None]:
-    """Hold the lock of the run. A server that was stopped may need a while to end."""
+    """Hold the lock of the run; waits a while for a server that is stopping."""
     try:
         with lock_of(folder, SECONDS_FOR_ANOTHER):
             folder.mkdir(exist_ok=True)
@@ -259,14 +258,15 @@ def _print_columns(rows: Sequence[Sequence[str]]) -> None:
     Console(width=WIDTH, highlight=False).print(table)
 
 
-# -- what the run is, and where it starts ----------------------------------------------------------
+# -- identity and start of the run
+# ------------------------------------------------------------------
 def folder_of(setup: Setup) -> Path:
     """The name of a simulated run's folder, followed by "-flower"."""
     return setup.out / _identity(setup).name
 
 
 def _identity(setup: Setup) -> Identity:
-    """What the run computes. The checksums of nodes' own data are not known."""
+    """The identity of the run. Checksums of the nodes' own data are not known."""
     config, model = setup.config, setup.agreed.model
     code = code_of(config)
     if setup.own_model and isinstance(model, nn.Module):
@@ -283,7 +283,7 @@ def _identity(setup: Setup) -> Identity:
 
 
 def _further_settings(setup: Setup) -> dict[str, object]:
-    """What decides the numbers and is not in the configuration; None for defaults."""
+    """Settings that affect the results and are not in the configuration; None for defaults."""
     agreed, model = setup.agreed, setup.agreed.model
     caps = _unusual(setup.rules, "loss_cap", "weight_cap", "largest")
     bounds = _unusual(setup.rules, "norm_bound", "mean_loss_bound", "average", "liars")
@@ -308,7 +308,7 @@ def _name(loss: object) -> str:
 
 
 def _content(folder: Path) -> str:
-    """SHA-256 of the files of simulated sites: other data are another run."""
+    """SHA-256 of the files of simulated sites, part of the run's identity."""
     found = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         found.update(f"{file.relative_to(folder)}\0{file_digest(file)}\n".encode())
@@ -343,8 +343,8 @@ def _start(setup: Setup, folder: Path, fresh: State) -> Checkpoint | None:
 
 
 def _checkpoints(setup: Setup, folder: Path) -> list[Checkpoint]:
-    """Checkpoints to resume from. Rounds on real nodes are never discarded silently: if there are
-    only checkpoints of other runs, this run is refused. Other versions of fairvar or torch may
+    """Checkpoints to resume from. Raises if there are only checkpoints of other runs, because
+    rounds on real nodes must not be discarded silently. Other versions of fairvar or torch may
     resume."""
     identity, found, refused = _identity(setup), list[Checkpoint](), list[str]()
     for payload in (part for files in read_checkpoints(folder) for part in files.values()):
@@ -364,7 +364,7 @@ def _checkpoints(setup: Setup, folder: Path) -> list[Checkpoint]:
 
 # -- differential privacy --------------------------------------------------------------------------
 def check_fits(settings: PrivacySettings, method: Method, state: State) -> None:
-    """Refuse methods that also send losses, gradients or statistics, which get no noise."""
+    """Refuse methods whose clients also send losses, gradients or statistics: they get no noise."""
     more = sends_loss(method) or method.uses_mean_gradient or method.client_weights == "size"
     if more or state.buffers:
         what = "batch-norm statistics" if state.buffers else ", ".join(method.reveals)
@@ -386,8 +386,8 @@ def noisy(outcome: Outcome, settings: PrivacySettings) -> Outcome:
 
 
 def spent(settings: PrivacySettings | None, clients: int, releases: int) -> dict[str, Any] | None:
-    """The privacy cost of so many noisy means by Flower's accountant: for the presence of a client,
-    against anybody who sees the models but not the updates, without amplification by sampling."""
+    """(ε, δ) of `releases` noisy means by Flower's accountant: add-or-remove-one client, for an
+    adversary who sees the models but not the updates, without amplification by sampling."""
     if settings is None or settings.delta is None or not releases:
         return None
     from flwr.serverapp import RdpAccountant
