@@ -31,14 +31,14 @@ Total = Callable[[Tensor, Tensor | float], Tree]
 class Aggregator:
     """The functions of a method for the participants of one round.
 
-    Without `runs` all tables are those of one run. With it they have the run as first axis, and
-    several runs have `numbers` of their own.
+    Without `runs`, tables are those of one run. With it, they have the run as first axis, and
+    `numbers` holds the methods' numbers of each run.
     """
 
     method: Method  # as it acts in this round; of several runs, that of the first
     share: Float64[Tensor, " m"]  # the plain weights r_i of the participants
     ids: Int64[Tensor, " m"]
-    clients: int  # all of the federation, present or not
+    clients: int  # of the federation
     runs: int | None = None
     numbers: dict[str, Float64[Tensor, " runs"]] = field(default_factory=dict)
     everyone: bool = False  # `ids` are all clients in their order
@@ -60,7 +60,7 @@ class Aggregator:
 
     @cached_property
     def curvature(self) -> Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float:
-        """γ; of a captured run a single tensor."""
+        """γ; of a captured run a tensor."""
         return self._of_each(lambda method: method.curvature)
 
     @cached_property
@@ -97,7 +97,8 @@ class Aggregator:
     def broadcast(
         self, loss: Float64[Tensor, " m"]
     ) -> tuple[Float64[Tensor, ""], Float64[Tensor, " m"]]:
-        """a, and the weights of the clients in g. Grids know those of plain means only."""
+        """a, and the weights of the clients' gradients in g. Not for grids, whose methods send
+        plain means."""
         return self.method.broadcast(self._replies(loss))
 
     def term(self, loss: Float64[Tensor, " m"]) -> Float64[Tensor, ""]:
@@ -119,8 +120,8 @@ class Aggregator:
         loss: Float64[Tensor, "*runs m"],
         gram: Float64[Tensor, "m m"] | None = None,
     ) -> tuple[Float64[Tensor, "*runs m"], Memory]:
-        """w_i, not yet divided by the normaliser, and the method's memory for the next round. Runs
-        of a grid have no Gram matrix."""
+        """w_i, not yet divided by the normaliser, and the method's memory for the next round. There
+        is no Gram matrix for the runs of a grid."""
 
         def weigh(method: Method, memory: Memory, loss: Tensor) -> tuple[Tensor, Memory]:
             return method.weigh(memory, self._replies(loss)._replace(gram=gram))
@@ -196,9 +197,9 @@ class Aggregator:
 
 
 class Answers(NamedTuple):
-    """Of m clients that were computed one by one, in the order of their ids."""
+    """Results of m clients that were computed one by one, ids rising."""
 
-    loss: Float64[Tensor, " m"]  # f_i(x^t); nan where the method does not ask for it
+    loss: Float64[Tensor, " m"]  # f_i(x^t); NaN if the method does not use it
     params: list[Tree]  # x_i
     buffers: list[Tree]
     own: Float64[Tensor, " m"]  # the factors of their own gradients
@@ -215,8 +216,8 @@ def aggregate(
     combine: Combine = weighted_sum,
     g: Tree | None = None,
 ) -> Outcome:
-    """Of models that the server has one by one: the reference loop's, and a federation's. `g` is
-    what the clients got, `mean_gradient` what the next round needs."""
+    """The outcome from single local models, of the reference loop or a deployment. `g`: what the
+    clients received; `mean_gradient`: for the next round."""
     updates = [subtract(state.x, params) for params in answers.params]
     products = gram(stack(updates)) if server.method.uses_gram else None
     weights, memory = server.weigh(state.memory, answers.loss, products)
@@ -242,8 +243,8 @@ def aggregate(
 
 
 def _by_length(limit: Limit, gram: Float64[Tensor, "m m"]) -> Limit:
-    """Limits the parts w_i ‖x − x_i‖ in the place of w_i: weights from products may undo the
-    lengths of the updates, and a short update then has a large weight."""
+    """Limits w_i ‖x − x_i‖ instead of w_i: methods that weigh by products of updates may normalise
+    their lengths, so that a short update has a large weight."""
     length = gram.diagonal().sqrt()
 
     def limited(weights: Tensor) -> Tensor:
@@ -260,7 +261,7 @@ def _like(value: Tensor | float, other: Tensor) -> Tensor:
 
 
 def _drop(value: Any) -> Any:
-    """Without the axis of runs; numbers have none."""
+    """Without the axis of runs, which floats do not have."""
     if isinstance(value, dict):
         return {name: leaf[0] for name, leaf in value.items()}
     return value[0] if isinstance(value, Tensor) and value.dim() else value
