@@ -1,4 +1,5 @@
-"""One local step from shared parameters.
+"""One local step from shared parameters: the forms "pooled" and "blocked"; and the update rule of
+local steps for all vectorised kernels.
 
 The pooled form: one forward pass over all clients' samples, one weighted backward pass.
 
@@ -85,12 +86,11 @@ def take_samples(run: Run, batches: RoundBatches, width: int, some: slice = slic
 
 
 class PooledPass:
-    """Client losses at x, and any weighted sums of client gradients, from the same forward pass.
+    """Client losses at x and weighted sums of client gradients, from the same forward pass.
 
     The pass is made in pieces. If the `coefficients` of the sums are known before the losses, each
-    piece is differentiated at once, while a CPU still has it in its caches. If sums are asked for
-    `later`, the pieces wait with their graphs, or are computed again where these are too large.
-    """
+    piece is differentiated immediately, while it is in a CPU's caches. With `later`, the pieces
+    keep their autograd graphs for `gradients` or, if these are too large, are computed again."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class PooledPass:
         self.waiting: list[Tensor] = []  # sample losses with their graphs
         waits = later and run.graphs_fit
         self.loss = torch.zeros_like(run.share)
-        self.buffers = state.buffers  # without batch norm nothing changes them
+        self.buffers = state.buffers  # only batch norm changes them
         if run.task.batch_norm:
             self.buffers = {k: torch.zeros_like(v, dtype=_wide(v)) for k, v in self.buffers.items()}
         for piece in self.pieces:
@@ -123,7 +123,8 @@ class PooledPass:
         self.buffers = typed_as(self.buffers, state.buffers)
 
     def gradients(self, coefficients: list[Tensor]) -> list[Tree]:
-        """Σ_i c_i ∇f_i(x) for each vector c over the cohort. Only once: graphs are given up."""
+        """Σ_i c_i ∇f_i(x) for each vector c over the cohort. Can be called once, as it frees the
+        graphs."""
         while self.pieces:
             piece = self.pieces.pop()
             losses = self.waiting.pop() if self.waiting else self._forward(piece)
@@ -175,7 +176,7 @@ def _wide(buffer: Tensor) -> torch.dtype:
 
 
 def _pieces(run: Run, batches: RoundBatches) -> list[Samples]:
-    """Some samples at a time, or some clients of models with batch norm."""
+    """The cohort's samples in pieces; for models with batch norm, pieces of whole clients."""
     width = run.schedule.width if run.task.batch_norm else 1
     together, blocks = max(1, run.piece // width), len(run.cohort.blocks(width).place)
     cuts = [slice(i, i + together) for i in range(0, blocks, together)]
@@ -188,14 +189,14 @@ def _channels_last(batch: Batch) -> Batch:
 
 
 def takes_batch_losses(run: Run, method: Method) -> bool:
-    """Losses on all training data are those of the batch if it is everything (and a model without
-    batch norm and dropout does the same in training and evaluation)."""
+    """Whether the batch's losses are the ones that the method uses: by its option, or because the
+    batch is all training data (and training and evaluation mode are the same)."""
     same = run.schedule.full_batch and not run.task.batch_norm and not run.task.dropout
     return method.loss_data == "batch" or same
 
 
 def observed_losses(run: Run, state: State, method: Method, on_batch: Tensor | None) -> Tensor:
-    """The f_i(x^t) that the method works with: on this round's batch, or on all training data."""
+    """The f_i(x^t) that the method uses: on this round's batch, or on all training data."""
     if on_batch is not None and takes_batch_losses(run, method):
         return on_batch
     scores = evaluate_shared(
