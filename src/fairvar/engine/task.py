@@ -21,7 +21,7 @@ from fairvar.engine.losses import (
 from fairvar.engine.settings import TrainSettings
 from fairvar.errors import BadInput, cause
 from fairvar.models import Problem, build
-from fairvar.models.check import Findings, examine, tells_all
+from fairvar.models.check import Findings, examine, repr_is_complete
 from fairvar.models.norm import apply, call, dropout_layers, swap_batch_norm, swap_dropout
 from fairvar.models.plain import plain_layers, swap_convolutions
 from fairvar.scores import ACCURACY, Metric
@@ -93,7 +93,7 @@ class Task:
         """Equal for models that differ in the values of their parameters only."""
         module = self.original
         shapes = tuple((k, v.shape, v.dtype) for k, v in self.params.items())
-        known = repr(module) if tells_all(module) else id(module)
+        known = repr(module) if repr_is_complete(module) else id(module)
         return known, shapes, self.loss, self.metric
 
     def sample_losses(self, params: Tree, buffers: Tree, batch: Batch) -> tuple[Tensor, Tree]:
@@ -146,7 +146,7 @@ _FOUND: dict[object, Findings] = {}
 
 def _examined(module: nn.Module, sample: Inputs, curvature: bool) -> Findings:
     """`examine`, once for each kind of model, because a sweep prepares the same one repeatedly."""
-    if not tells_all(module):
+    if not repr_is_complete(module):
         return examine(module, sample, curvature=curvature)
     trained = tuple(p.requires_grad for p in module.parameters())
     outline = str(map_inputs(lambda part: (part.shape, part.dtype, part.device), sample))

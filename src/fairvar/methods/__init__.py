@@ -50,7 +50,7 @@ _EXAMPLE_FLOATS = 1_000_000  # any number far above the few scalars
 
 
 def register(kind: M) -> M:
-    """Make a method known by its tag: to configuration files, the command line and the tests."""
+    """Add a method under its tag, for configuration files, the command line and the tests."""
     tag = kind.__struct_config__.tag
     if not isinstance(tag, str):
         raise BadInput(f'{kind.__name__} has no name; write class {kind.__name__}(..., tag="…")')
@@ -68,12 +68,13 @@ def register(kind: M) -> M:
 
 
 def _origin(kind: type[Method]) -> tuple[str, str]:
-    """Which class it is: the same one again, from a cell of a notebook, replaces the old."""
+    """The name of the class: a class defined again, in a notebook, replaces the old one."""
     return kind.__module__, kind.__qualname__
 
 
 def catalogue() -> list[dict[str, Any]]:
-    """One entry per method and, where it has one, for its exact variant."""
+    """What each registered method is, costs and reveals, as plain data: one entry per method and,
+    if it has one, for its exact variant."""
     entries = []
     for name, kind in METHODS.items():
         needed = [f.name for f in msgspec.structs.fields(kind) if f.required]

@@ -17,11 +17,11 @@ from fairvar.methods.simplex import (
     minimise_quadratic,
 )
 
-# The variances of the responses, summed over the rounds, for which the weights are exact to
-# rounding: 2000 rounds of responses as far apart as the logistic function allows (0.06 a round).
-# Beyond, every iteration gains less; `check_memory` would notice.
+# Up to this sum over rounds of the responses' variances the weights are exact to rounding: 2000
+# rounds of the largest variance of the logistic function (0.06). Beyond it the solver converges
+# more slowly, and `check_memory` raises if the weights are too far from their minimum.
 VARIANCES = 120.0
-FAR = 1e-6  # a distance from the minimum that is no rounding
+FAR = 1e-6  # a distance from the minimum larger than rounding
 
 CDFS: dict[str, Callable[[Tensor], Tensor]] = {
     "weibull": lambda z: 1 - torch.exp(-(z**2)),
