@@ -319,7 +319,7 @@ def can_be_continued(method: Method) -> None:
     _demand(_equal(rest.state.memory, whole.state.memory), "a continued run forgets its memory")
     personal = (history.state.personal or {} for history in (rest, whole))
     _demand(_equal(*personal), "a continued run has other personal models")
-    _demand(torch.equal(rest.loss, whole.loss[1:]), "a continued run sees other losses")
+    _demand(torch.equal(rest.loss, whole.loss[1:]), "a continued run has other losses")
 
 
 # -- the federation of the clauses -----------------------------------------------------------------

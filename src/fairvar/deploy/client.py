@@ -3,7 +3,7 @@
 | exchange | down | up |
 |---|---|---|
 | probe | x, buffers | ∇f_i(x), f_i(x) where the method uses losses; buffers if the server steps |
-| train | x, buffers, a and g where the method uses them | x_i, buffers, f_i and ∇f_i as asked for |
+| train | x, buffers, a and g where the method uses them | x_i, buffers, f_i and ∇f_i if needed |
 | evaluate | x, buffers | loss, accuracy, score of x on the client's held-out samples, and of v_i |
 
 A reply carries the stamp of its request, so that an answer to an older request is recognised. The
@@ -40,7 +40,7 @@ from fairvar.runs.serialize import load_tensors
 from fairvar.scores import Metric
 from fairvar.tree import Tree, is_finite, scale, squared_norm, subtract, tree_map
 
-FORMAT = 1  # raise it when a message changes its meaning; both sides must have the same
+FORMAT = 1  # of messages; server and client must have the same
 Exchange = Literal["probe", "train", "evaluate"]
 Number = int | float
 MODEL, BUFFERS, GRADIENT = "x", "buffer", "g"  # groups of arrays: "x/weight"
@@ -141,8 +141,8 @@ class Client:
         """The reply to a request. The transport reports exceptions to the server."""
         if request.stamp.format != FORMAT:
             raise BadInput(
-                f"the server speaks format {request.stamp.format}, this client {FORMAT}; "
-                "install the same version of fairvar on both"
+                f"the server's messages have format {request.stamp.format}, this client's format "
+                f"{FORMAT}; install the same version of fairvar on both"
             )
         act = {"probe": self._probe, "train": self._train, "evaluate": self._evaluate}
         arrays, numbers = act[request.stamp.exchange](request)
@@ -281,7 +281,7 @@ class PersonalModels:
             self.memory[name] = content
             return
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # for this user only
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # readable by this user only
         except OSError as error:
             why = error.strerror or error
             raise BadInput(f"the folder {self.folder} cannot be made: {why}") from None

@@ -58,11 +58,11 @@ class FederationSettings(Checked, frozen=True, kw_only=True):
     # Clients that may return with another key than the one recorded for them, such as [2].
     rebind: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
     # Against dishonest clients; docs/robustness.md measures what each of these prevents and costs.
-    # An update, a gradient or a change of buffers that is more than this many times as long as the
-    # largest median of the past rounds is shortened to that median.
+    # Updates, gradients and changes of buffers that are longer than this many times the largest
+    # median length of the past rounds are shortened to that median.
     norm_bound: Factor = 10.0
-    # In FairLoss's mean loss no client counts as more than this many times the largest loss of the
-    # others, without the share `liars` of them.
+    # In FairLoss's mean loss, losses are clipped to this many times the largest loss that remains
+    # without the share `liars` of largest losses.
     mean_loss_bound: Factor = 5.0
     # How updates and gradients are averaged: their mean or, coordinate by coordinate, the mean
     # without the share `liars` of largest and of smallest values, or the median.
@@ -73,7 +73,7 @@ class FederationSettings(Checked, frozen=True, kw_only=True):
 class Reason(StrEnum):
     NO_REPLY = "no reply"  # nothing came before the deadline
     ERROR = "error"  # the client or the transport reported one
-    UNKNOWN = "unknown client"  # it was not asked, or it says it is another one
+    UNKNOWN = "unknown client"  # not asked, or it sent another client's id
     DUPLICATE = "duplicate"
     STALE = "stale"  # an answer to another round, attempt or exchange
     FORMAT = "format"

@@ -50,7 +50,7 @@ from fairvar.methods.base import Method
 from fairvar.tree import Tree, is_finite, stack, zeros_like
 
 Good = Mapping[int, Message]  # good replies by client, ids rising
-MEMORY = 20  # rounds whose lengths are remembered
+MEMORY = 20  # rounds of median lengths that are kept
 
 
 @runtime_checkable
@@ -58,7 +58,7 @@ class Transport(Protocol):
     """Carries messages to clients and back. It may lose, delay or corrupt them."""
 
     name: str
-    keys: dict[int, str]  # client → its key, where clients have keys; never forgotten
+    keys: dict[int, str]  # client → its key, if clients have keys; never removed
     names: dict[int, str]  # client → the name of its site, where it has one
 
     def present(self, at_least: int, seconds: float) -> Sequence[int]:
@@ -248,7 +248,7 @@ class Server:
     def _invited(self, t: int, attempt: int) -> list[int]:
         """The clients to ask, sampled from those that are available."""
         least, clients, train = self.settings.min_replies, self.agreed.clients, self.agreed.train
-        wanted = least if self.begun else max(clients, least)  # at first, wait for everyone
+        wanted = least if self.begun else max(clients, least)  # at first, wait for all clients
         present = sorted(set(self.transport.present(wanted, self.settings.patience)))
         self.begun = True
         if len(present) < least:
@@ -370,7 +370,7 @@ class MeanTransport(Transport, Protocol):
 class SummingServer(Server):
     """The server under secure aggregation, which receives only sums over clients.
 
-    It gets the means of the clients' `contribution`s over those that took part, weighted by r_i.
+    It receives the mean of the participants' `contribution`s, weighted by r_i.
     That is enough for a method whose weights and normaliser are sums of what each client adds to
     them (`is_additive`). The server never sees a single reply, so it cannot limit losses, weights
     and lengths.

@@ -38,7 +38,7 @@ from fairvar.errors import BadInput
 from fairvar.tree import Inputs, map_inputs
 
 
-class Batch(NamedTuple):  # a tuple, because vmap looks into those
+class Batch(NamedTuple):  # a tuple, because vmap maps over tuples
     """Samples for a model. Stacked batches have the client or the block as first axis."""
 
     x: Inputs
@@ -115,7 +115,7 @@ class Schedule:
     steps: list[int]  # local steps of each client in a round
     passes: list[int]  # batches in one pass over the client's data
     dropout: bool = False  # the model has dropout
-    live_keys: Int64[Tensor, " passes"] | None = None  # a captured round reads its draw from here
+    live_keys: Int64[Tensor, " passes"] | None = None  # a captured round reads its keys from here
 
     @staticmethod
     def build(
@@ -156,7 +156,7 @@ class Schedule:
 
     @cached_property
     def full_batch(self) -> bool:
-        """Every step sees all of the client's samples."""
+        """Whether every step takes all of the client's samples."""
         return self.batch_size is None or self.batch_size >= self.largest
 
     @cached_property

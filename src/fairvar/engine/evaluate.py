@@ -22,7 +22,7 @@ from fairvar.models.norm import plain_attention
 from fairvar.scores import ACCURACY, Metric
 from fairvar.tree import Inputs, Tree, map_inputs
 
-BLOCK = 256  # samples of a client that its local model sees at once
+BLOCK = 256  # samples per client in one call of its local model
 
 
 class Scores(NamedTuple):

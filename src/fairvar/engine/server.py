@@ -21,7 +21,7 @@ from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Memory, Method, Replies
 from fairvar.tree import Tree, gram, squared_norm, stack, subtract, tree_map, typed_as, weighted_sum
 
-Limit = Callable[[Tensor], Tensor]  # the weights, none of them too large
+Limit = Callable[[Tensor], Tensor]  # weights → weights within a limit
 Combine = Callable[[Tensor, Tree], Tree]  # (weights, a tree with the clients first) → one tree
 # (w_i / normaliser, normaliser) → Σ_i w_i (x − x_i) / normaliser
 Total = Callable[[Tensor, Tensor | float], Tree]
@@ -225,7 +225,7 @@ def aggregate(
         limit = _by_length(limit, products)
     norms = torch.stack([squared_norm(u) for u in updates]).double()
     buffers = stack(answers.buffers) if state.buffers else {}
-    # In float64, whatever the buffers are: batch norm also counts.
+    # In float64, because batch norm's counters are integers.
     mean = combine(server.share, {k: v.double() for k, v in buffers.items()})
     return server.finish(
         lambda divided, _: combine(divided, stack(updates)),

@@ -3,8 +3,8 @@
 One round t of the runs that a kernel carries:
 
     outcome, seen = kernel.round(state, t, splits)    clients train, the server aggregates
-    state = settle(state, outcome)                    x ← x − update, or what the server's optimiser
-                                                      makes of it; diverged runs stay as they are
+    state = settle(state, outcome)                    x ← x − update, through the server optimiser;
+                                                      diverged runs keep their state
     recorder.write(outcome)                           losses and weights
     if the round is evaluated:
         kernel.scores(state)                          the new global (and personal) models

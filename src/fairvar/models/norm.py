@@ -198,8 +198,8 @@ def swap_layers(module: nn.Module, new: Callable[[nn.Module], nn.Module]) -> nn.
 def swap_batch_norm(module: nn.Module) -> nn.Module:
     """A deep copy in which every batch norm is a `PlainBatchNorm`; state dicts fit both ways.
 
-    Hooks on a batch norm itself are not carried over; subclasses of torch's layers are left alone
-    (`check_model` names them).
+    Hooks on a batch norm itself are dropped; subclasses of torch's layers are not replaced
+    (`check_model` reports them).
     """
 
     def plain(layer: nn.Module) -> nn.Module:

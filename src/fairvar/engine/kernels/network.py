@@ -3,7 +3,7 @@
 - reference: client after client, as in the papers' boxes; the oracle of the tests
 - pooled: one step without client gradients; one weighted backward pass over all samples
 - blocked: one step with client gradients or curvature; parameters are shared
-- vmapped: every client has parameters of its own; several local steps
+- vmapped: every client has its own parameters; several local steps
 """
 
 from __future__ import annotations

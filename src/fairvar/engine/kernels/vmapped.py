@@ -60,7 +60,7 @@ class Trained:
     params: Tree
     buffers: Tree
     loss: Tensor  # f_i(x^t) on the first batch
-    gradient: Tree  # ∇f_i(x^t) on the first batch; empty where nobody asks for it
+    gradient: Tree  # ∇f_i(x^t) on the first batch; empty if not requested
     own: Tensor  # the factor of the client's own gradient in the first step
 
 
@@ -327,7 +327,7 @@ def _calls(active: int, width: int, device: torch.device) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(cuts) if b > a]
 
 
-class _Step(NamedTuple):  # a tuple, because vmap looks into those
+class _Step(NamedTuple):  # a tuple, because vmap maps over tuples
     direction: Tree
     gradient: Tree
     buffers: Tree
