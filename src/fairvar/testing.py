@@ -1,11 +1,11 @@
-"""The contract of all methods, as checks that you can run on a method of your own.
+"""The contract of all methods, as checks that can be run on third-party methods.
 
     from fairvar.testing import check_method
     check_method(MyMethod(strength=0.5), MyMethod(strength=5.0))
 
-A clause is a function of one method that raises `AssertionError`. The engines rely on all clauses:
-a method that keeps them gives the same model in the reference loop, the fast kernels and a
-deployment, and can be resumed, written to a configuration file and compared.
+A clause is a function of one method that raises `AssertionError`. The kernels rely on all clauses:
+a method that passes them gives the same model in the reference loop, the fast kernels and a
+deployment, and its runs can be resumed, configured by a file and compared.
 """
 
 from __future__ import annotations
@@ -97,17 +97,18 @@ def survives_a_configuration_file(method: Method) -> None:
 
 
 @clause
-def tells_people_what_it_is(method: Method) -> None:
+def describes_itself(method: Method) -> None:
+    """A label for tables, what clients reveal, and a fairness knob that exists."""
     _demand(bool(method.label.strip()), "label is empty")
     words = isinstance(method.reveals, tuple) and method.reveals and all(method.reveals)
-    _demand(bool(words), "reveals must say what leaves a client, as a tuple of words")
+    _demand(bool(words), "reveals must name what a client sends, as a tuple of strings")
     knob = method.fairness_knob
     _demand(knob is None or hasattr(method, knob), f"fairness_knob = {knob!r} is not a field")
 
 
 @clause
 def counts_its_traffic(method: Method) -> None:
-    """A model goes down and an update up; only methods that probe talk twice in a round."""
+    """At least a model down and an update up; two exchanges only for methods that probe."""
     P, B = 10, 3
     plain, more = method.traffic(P), method.traffic(P, B)
     _demand(plain.exchanges in (1, 2), f"{plain.exchanges} exchanges in a round")
@@ -151,7 +152,7 @@ def pure(method: Method) -> None:
 
 @clause
 def coefficients_are_elementwise(method: Method) -> None:
-    """They are computed for all clients at once or for one; a client has its own loss only."""
+    """A client's coefficients depend on its own loss and the mean loss only."""
     for given in _losses():
         a = given.mean() / 2
         alone = torch.stack([_pair(method, f, a) for f in given], 1)
@@ -218,7 +219,7 @@ def weights_follow_ids(method: Method) -> None:
 
 @clause
 def weights_follow_the_scale_of_updates(method: Method) -> None:
-    """Longer updates of all clients may change the length of the step but not its direction."""
+    """Scaling the updates of all clients may change the length of the step, not its direction."""
     for replies in _situations(method):
         memory = method.initial_memory(replies.clients)
         expected = method.weigh(memory, replies)[0]
@@ -247,7 +248,7 @@ def engines_agree(method: Method) -> None:
 
 @clause
 def personal_models_change_no_bit_of_the_shared_one(method: Method) -> None:
-    """Clients keep personal models to themselves: the run is that of the shared part alone."""
+    """The run has the same bits as a run of the method's shared part."""
     work = _work(method)[-1]
     for options in ({"engine": "reference"}, {}, {"participants": 4}):
         found, expected = (_run(m, **work, **options) for m in (method, method.shared))
@@ -268,7 +269,7 @@ def permuting_clients_permutes_results(method: Method) -> None:
 
 @clause
 def identical_clients_step_along_fedavg(method: Method) -> None:
-    """With identical clients, or a single one, there is no unfairness to correct.
+    """With identical clients, or a single one, the step has FedAvg's direction.
 
     One round with a and g of this very model: the step may be longer or shorter than FedAvg's
     (q-FFL estimates a Lipschitz constant), but it has the same direction.
@@ -318,7 +319,7 @@ def can_be_continued(method: Method) -> None:
     _demand(_equal(rest.state.memory, whole.state.memory), "a continued run forgets its memory")
     personal = (history.state.personal or {} for history in (rest, whole))
     _demand(_equal(*personal), "a continued run has other personal models")
-    _demand(torch.equal(rest.loss, whole.loss[1:]), "a continued run sees other losses")
+    _demand(torch.equal(rest.loss, whole.loss[1:]), "a continued run has other losses")
 
 
 # -- the federation of the clauses -----------------------------------------------------------------
@@ -390,7 +391,7 @@ def _pair(method: Method, loss: Tensor, mean_loss: Tensor) -> Tensor:
 
 
 def _demand(condition: bool, message: str) -> None:
-    """`assert` that `python -O` keeps."""
+    """`assert` that also works with `python -O`."""
     if not condition:
         raise AssertionError(message)
 
@@ -400,7 +401,7 @@ def _all_finite(value: Tensor) -> bool:
 
 
 def _near(a: Tensor, b: Tensor) -> bool:
-    """Equal up to rounding, relative to the largest entry; NaN is near nothing."""
+    """Equal up to rounding, relative to the largest entry; False for NaN."""
     return bool((a - b).abs().max() <= TOLERANCE * b.abs().max())
 
 

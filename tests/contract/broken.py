@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import fairvar as fv
+from fairvar.methods.aaggff import CDFS
 from fairvar.methods.base import Memory, Replies
-from fairvar.methods.response import CDFS
 from fairvar.methods.simplex import minimise_within
 
 

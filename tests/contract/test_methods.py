@@ -76,7 +76,7 @@ from checks import (
     utility_objective,
     worse_clients_weigh_more,
 )
-from fairvar.methods.response import CDFS
+from fairvar.methods.aaggff import CDFS
 from fairvar.testing import CLAUSES, check_method, federation
 from gram_checks import follows
 
@@ -240,7 +240,7 @@ BROKEN: list[tuple[fv.Method, fv.Method, Check]] = [  # broken, right, check
     (FirstClientOnly(), fv.FedAvg(), CLAUSES["permuting_clients_permutes_results"]),
     (Reversed(), fv.FedAvg(), CLAUSES["identical_clients_step_along_fedavg"]),
     (Overflowing(), fv.TERM(), CLAUSES["survives_a_configuration_file"]),
-    (Secretive(), fv.FedAvg(), CLAUSES["tells_people_what_it_is"]),
+    (Secretive(), fv.FedAvg(), CLAUSES["describes_itself"]),
     (Cheap(), fv.FedAvg(), CLAUSES["counts_its_traffic"]),
     (AveragedTwice(), fv.TERM(), CLAUSES["weights_sum_to_one"]),
     (AveragedTwice(), fv.TERM(), follows_golden("TERM")),

@@ -158,7 +158,7 @@ def test_a_weight_that_is_cut_is_recorded() -> None:
 
 
 def test_too_few_clients_end_the_run() -> None:
-    with pytest.raises(fv.RunFailed, match="5 clients are there, 6 are needed"):
+    with pytest.raises(fv.RunFailed, match="5 clients are available, 6 are needed"):
         run(fv.FedAvg(), data(), rules={"min_replies": 6, "repeats": 0})
 
 

@@ -17,9 +17,8 @@ from safetensors.torch import load
 
 import fairvar as fv
 from checks import MODELS, distance, golden_federation, images, linear_model
-from fairvar.deploy.client import Agreement, Client, Message, Stamp, grouped, only
+from fairvar.deploy.client import ROUNDS, Agreement, Client, Message, Stamp, grouped, only
 from fairvar.deploy.guard import FederationSettings
-from fairvar.deploy.personal import ROUNDS
 from fairvar.deploy.run import Fault, Federated, LocalTransport, federate, honest
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.train import Checkpoint

@@ -14,9 +14,9 @@ from safetensors.torch import load
 from test_in_process import DEFAULT, expected
 
 import fairvar as fv
+from fairvar.deploy.client import ROUNDS
 from fairvar.deploy.flower.server import run_on
 from fairvar.deploy.flower.setup import read_setup
-from fairvar.deploy.personal import ROUNDS
 from fairvar.runs.stored import StoredRun
 
 CLIENTS = 5

@@ -19,7 +19,7 @@ from checks import (
     weights_by_round,
 )
 from fairvar.data import quadratics
-from fairvar.methods.response import CDFS
+from fairvar.methods.aaggff import CDFS
 from fairvar.methods.simplex import minimise_quadratic, project
 
 METHODS = {

@@ -16,6 +16,7 @@ from fairvar.deploy.guard import FederationSettings
 from fairvar.deploy.run import LocalTransport, federate, local_clients
 from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
+from fairvar.engine.state import Outcome, State, stays_finite
 from fairvar.engine.train import Checkpoint
 from fairvar.runs.serialize import pack_history, unpack_history
 
@@ -142,6 +143,22 @@ def test_the_last_round_may_be_the_one_that_diverges(engine: str) -> None:
     data, given = fv.Federation.from_arrays([(x, x), (x, x)]), {"loss": "mse", "engine": engine}
     with pytest.warns(RuntimeWarning, match="diverged in round 1"):
         fv.train(nn.Linear(1, 1), data, fv.FedAvg(), 1, 1e9, evaluate_local=False, **given)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, [True, False]),
+        ({"losses_known": False}, [False, True]),
+        ({"personal": {"v": torch.tensor([[[torch.inf]], [[0.0]]])}}, [False, False]),
+    ],
+    ids=["losses", "model", "personal models"],
+)
+def test_which_runs_diverge_in_a_round(change: dict, expected: list[bool]) -> None:
+    loss, model = torch.tensor([[1.0, 2.0], [1.0, torch.nan]]), torch.tensor([[torch.inf], [0.0]])
+    made = Outcome({}, {}, {}, loss, loss, loss[:, 0], None, loss[:, 0])
+    after = State(1, {"x": model, "scale": torch.ones(2)}, {}, {}, loss[:, 0], None)
+    assert stays_finite(replace(made, **change), after).tolist() == expected
 
 
 def test_a_classifier_without_test_data() -> None:

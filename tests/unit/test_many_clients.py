@@ -13,7 +13,7 @@ from checks import images
 from fairvar.data import federation as federation_module
 from fairvar.data import logistic, random_quadratics
 from fairvar.engine.batches import Participation
-from fairvar.engine.history import NOBODY, are_ids
+from fairvar.engine.history import NO_REPLY, are_ids
 from fairvar.engine.recorder import Recorder, check_tables
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.state import DoesNotFit, Outcome
@@ -111,7 +111,7 @@ FORGED = {
     "below nobody": lambda p: p - 20,
     "twice": lambda p: p[:, [0, 0, 1]],
     "falling": lambda p: p.flip(1),
-    "nobody first": lambda p: torch.cat([torch.full((2, 1), NOBODY), p[:, :2]], 1),
+    "nobody first": lambda p: torch.cat([torch.full((2, 1), NO_REPLY), p[:, :2]], 1),
     "one axis": lambda p: p[0],
     "one column less": lambda p: p[:, :2],
     "one round less": lambda p: p[:1],
@@ -129,9 +129,9 @@ def test_forged_participants_are_refused(lie: str) -> None:
 
 
 def test_ids_are_rising_with_nobody_at_the_end() -> None:
-    assert are_ids(torch.tensor([[0, 3, NOBODY], [1, NOBODY, NOBODY]]), 4)
-    assert not are_ids(torch.tensor([[0, NOBODY, 3]]), 4)
-    assert not are_ids(torch.tensor([[0, 4, NOBODY]]), 4)
+    assert are_ids(torch.tensor([[0, 3, NO_REPLY], [1, NO_REPLY, NO_REPLY]]), 4)
+    assert not are_ids(torch.tensor([[0, NO_REPLY, 3]]), 4)
+    assert not are_ids(torch.tensor([[0, 4, NO_REPLY]]), 4)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def recorded(number: int | None, *rounds: list[int]) -> dict[str, torch.Tensor]:
 
 def test_rounds_in_which_fewer_answered_are_padded() -> None:
     tables = recorded(3, [0, 2, 4], [1], [0, 3])
-    expected = [[0, 2, 4], [1, NOBODY, NOBODY], [0, 3, NOBODY]]
+    expected = [[0, 2, 4], [1, NO_REPLY, NO_REPLY], [0, 3, NO_REPLY]]
     assert tables["participants"].tolist() == expected
     assert are_ids(tables["participants"], 5)
     nan = torch.nan

@@ -12,9 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fairvar as fv
 from fairvar.errors import RunFailed
-from fairvar.methods.aaggff import VARIANCES
+from fairvar.methods.aaggff import CDFS, VARIANCES
 from fairvar.methods.base import Replies
-from fairvar.methods.response import CDFS
 from fairvar.methods.simplex import (
     distance_from_minimum,
     enough_iterations,

@@ -21,8 +21,7 @@ from fairvar._version import __version__
 from fairvar.data.federation import Federation
 from fairvar.data.fetch import fetch
 from fairvar.engine.train import train
-from fairvar.methods import FairGrad
-from fairvar.methods.catalogue import catalogue
+from fairvar.methods import FairGrad, catalogue
 from fairvar.process import progress, stop_signals
 from fairvar.report import compare, files, result_tables, style
 from fairvar.report.table import MISSING, UNDEFINED, Estimate, to_rich

@@ -1,3 +1,4 @@
-"""A federation of clients that are somewhere else: what travels, what a client answers, what the
-server accepts and makes of it. No transport is built in here: `local` runs clients in this process
-(and lets them misbehave), `fairvar.deploy.flower` runs them on Flower."""
+"""Messages, client and server of a deployment.
+
+Transports carry the messages: `LocalTransport` (`run.py`) calls clients in this process, with
+faults where a test wants them; `fairvar.deploy.flower` sends them over Flower."""

@@ -1,16 +1,16 @@
-"""What travels between server and client, and what a client answers.
+"""Messages between server and client, and the client's replies.
 
 | exchange | down | up |
 |---|---|---|
 | probe | x, buffers | ∇f_i(x), f_i(x) where the method uses losses; buffers if the server steps |
-| train | x, buffers, a and g where the method uses them | x_i, buffers, f_i and ∇f_i as asked for |
+| train | x, buffers, a and g where the method uses them | x_i, buffers, f_i and ∇f_i if needed |
 | evaluate | x, buffers | loss, accuracy, score of x on the client's held-out samples, and of v_i |
 
 A reply carries the stamp of its request, so that an answer to an older request is recognised. The
 exchanges share no memory on the client: a reply depends on the request and the client's data only,
-and on the personal model v_i where the method has such. v_i stays with the client (`personal.py`).
-A client's samples lie where the engine would hold them, in a federation whose other clients have
-none, so batches, losses and steps come from the engine's code and its random streams.
+and on the personal model v_i where the method has one. v_i stays with the client
+(`PersonalModels`). The client's samples are client i of a federation whose other clients have none,
+so batches, losses and steps come from the engine's code and its random streams.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Literal, NamedTuple
 
 import torch
 from msgspec.structs import replace as with_fields
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from fairvar.data.federation import Federation, Split
-from fairvar.deploy.personal import PersonalModels
 from fairvar.engine.evaluate import evaluate_shared
 from fairvar.engine.kernels import reference as own
 from fairvar.engine.losses import LossFunction, choose_metric
@@ -33,26 +33,29 @@ from fairvar.engine.run import Run
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.task import split_model
 from fairvar.engine.train import prepare
-from fairvar.errors import BadInput
+from fairvar.errors import BadInput, IntegrityError
+from fairvar.files import MOST_TENSORS, read_bytes, write_bytes
 from fairvar.methods.base import Method, Replies
+from fairvar.runs.serialize import load_tensors
 from fairvar.scores import Metric
 from fairvar.tree import Tree, is_finite, scale, squared_norm, subtract, tree_map
 
-FORMAT = 1  # raise it when a message changes its meaning; both sides must have the same
+FORMAT = 1  # of messages; server and client must have the same
 Exchange = Literal["probe", "train", "evaluate"]
 Number = int | float
 MODEL, BUFFERS, GRADIENT = "x", "buffer", "g"  # groups of arrays: "x/weight"
 MEAN_LOSS, LOSS, SAMPLES, ACCURACY = "a", "loss", "samples", "accuracy"  # numbers; "test/loss"
-PERSONAL = "personal"  # before the names of a personal model's scores: "personal/test/loss"
-TRAINING = "training"  # a number in requests: which run this is, where clients keep models of it
+PERSONAL = "personal"  # prefix of a personal model's scores: "personal/test/loss"
+TRAINING = "training"  # a number in requests: the id of the run, for stored personal models
 SCORE = "score"  # a number in train requests: 1 asks for scores of the local model
 METRIC = "metric"  # a number in replies: the score, if it is neither accuracy nor loss
 STEP = "step"  # a client's part of the normaliser, in sums over clients
 HELD_OUT = ("valid", "test")
+ROUNDS = "/rounds"  # in the file of a personal model; no parameter has such a name
 
 
 class Stamp(NamedTuple):
-    """Which request a message is or answers."""
+    """Identifies a request; a reply carries the stamp of its request."""
 
     exchange: Exchange
     round: int
@@ -62,7 +65,7 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """To `client`, or from it. `numbers` are plain Python ones and travel exactly."""
+    """A request to `client` or its reply. `numbers` are Python numbers and are sent exactly."""
 
     stamp: Stamp
     client: int
@@ -85,18 +88,18 @@ def grouped(**groups: Tree | None) -> Tree:
 
 
 def sends_score(metric: Metric) -> bool:
-    """Whether a client's score is a number of its own, beside its loss and accuracy."""
+    """Whether a client reports a score in addition to its loss and accuracy."""
     return metric.name not in (ACCURACY, LOSS)
 
 
 def sends_loss(method: Method) -> bool:
-    """Whether a client sends its loss: only where the method needs it."""
+    """Whether a client sends its loss: only if the method needs it."""
     return method.uses_losses or method.uses_mean_loss
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What server and clients agree on before the first round."""
+    """The settings that server and clients share before the first round."""
 
     model: nn.Module | str
     method: Method
@@ -106,7 +109,7 @@ class Agreement:
     clients: int
     input_shape: tuple[int, ...]
     classes: int | None  # None: regression
-    like: Split | None = None  # blank samples, if they are no single tensor of floats with a label
+    like: Split | None = None  # blank samples, unless a sample is one tensor of floats and a label
 
     @property
     def metric(self) -> Metric:
@@ -114,13 +117,13 @@ class Agreement:
 
 
 class Client:
-    """One client and its own data, ready to answer."""
+    """One client with its own data; answers requests."""
 
     def __init__(
         self, number: int, data: Federation, agreed: Agreement, folder: Path | None = None
     ) -> None:
-        """`data` is a federation of this client alone; `number` its id among all clients; `folder`
-        is for its personal models, which are otherwise kept in memory."""
+        """`data`: a federation of this client alone; `number`: its id among all clients; `folder`:
+        for its personal models, which are otherwise kept in memory."""
         if data.clients != 1:
             raise BadInput(f"a client holds its own data only, not that of {data.clients} clients")
         placed = {name: _placed(split, number) for name, split in data.splits.items()}
@@ -138,8 +141,8 @@ class Client:
         """The reply to a request. The transport reports exceptions to the server."""
         if request.stamp.format != FORMAT:
             raise BadInput(
-                f"the server speaks format {request.stamp.format}, this client {FORMAT}; "
-                "install the same version of fairvar on both"
+                f"the server's messages have format {request.stamp.format}, this client's format "
+                f"{FORMAT}; install the same version of fairvar on both"
             )
         act = {"probe": self._probe, "train": self._train, "evaluate": self._evaluate}
         arrays, numbers = act[request.stamp.exchange](request)
@@ -171,8 +174,8 @@ class Client:
         return arrays, {**_loss(method, loss), **scores}
 
     def _train_personal(self, kept: PersonalModels, request: Message, sent: nn.Module) -> None:
-        """The round's steps of v_i. They are taken once, also if the server repeats the round or
-        continues from an older checkpoint; a v_i that is no longer finite is not kept."""
+        """The round's steps of v_i. They are taken once, even if the server repeats the round or
+        resumes from an older checkpoint. A v_i that is not finite is not stored."""
         t, name = request.stamp.round, self._name(request)
         v, rounds = kept.load(name, self._received(request))
         if t >= rounds:
@@ -190,7 +193,7 @@ class Client:
         return {}, found
 
     def _name(self, request: Message) -> str:
-        """Of the personal model in this run."""
+        """The name under which the personal model of this run is stored."""
         if TRAINING not in request.numbers:
             raise BadInput("the server does not say which run this is; install the same version of "
                            "fairvar on both")  # fmt: skip
@@ -207,7 +210,7 @@ class Client:
         return {k: v.to(self.run.device) for k, v in request.group(group).items()}
 
     def _scores(self, model: Tree) -> dict[str, Number]:
-        """Of a model on the client's held-out samples, split by split."""
+        """The model's scores on the client's held-out samples, split by split."""
         found: dict[str, Number] = {}
         task = self.run.task
         params, buffers = split_model(task, model)
@@ -220,7 +223,7 @@ class Client:
                 if task.classifies:
                     found[f"{name}/{ACCURACY}"] = float(scores.accuracy[self.number])
                 score = float(scores.score[self.number])
-                if sends_score(task.metric) and isfinite(score):  # it may be not defined
+                if sends_score(task.metric) and isfinite(score):  # it may be undefined
                     found[f"{name}/{METRIC}"] = score
         return found
 
@@ -236,14 +239,73 @@ def _placed(split: Split, number: int) -> Split:
 
 
 def only(federation: Federation, client: int) -> Federation:
-    """The federation that this client sees: its own."""
+    """A federation of this client alone."""
     return federation.only([client])
+
+
+# -- personal models -------------------------------------------------------------------------------
+class PersonalModels:
+    """The personal models v_i of one client, one file per run in a folder, or in memory.
+
+    A run that starts anew has a new number (`TRAINING` in requests), under which v_i is kept. So a
+    run that continues, and a client that restarts, find the model again, and another run does not.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder, self.memory = folder, dict[str, bytes]()
+
+    def load(self, name: str, received: Tree) -> tuple[Tree, int]:
+        """v_i and the number of rounds it was trained for. A client that is new to the run starts
+        from the model that it received."""
+        content = self._read(name)
+        if content is None:
+            self.save(name, received, 0)
+            return received, 0
+        try:
+            found = load_tensors(content)
+            rounds = int(found.pop(ROUNDS))
+        except (IntegrityError, LookupError, ValueError, RuntimeError) as error:
+            raise BadInput(f"the personal model {self._place(name)} is damaged ({error}); delete "
+                           "it to start again from the global model") from None  # fmt: skip
+        forms = [{k: (v.shape, v.dtype) for k, v in tree.items()} for tree in (found, received)]
+        if forms[0] != forms[1]:
+            raise BadInput(f"the personal model {self._place(name)} is of another architecture; "
+                           "delete it")  # fmt: skip
+        device = next(iter(received.values())).device
+        return {k: v.to(device) for k, v in found.items()}, rounds
+
+    def save(self, name: str, model: Tree, rounds: int) -> None:
+        flat = {k: leaf.detach().cpu().contiguous() for k, leaf in model.items()}
+        content = save({**flat, ROUNDS: torch.tensor(rounds)})
+        if self.folder is None:
+            self.memory[name] = content
+            return
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # readable by this user only
+        except OSError as error:
+            why = error.strerror or error
+            raise BadInput(f"the folder {self.folder} cannot be made: {why}") from None
+        write_bytes(self._place(name), content)
+
+    def _read(self, name: str) -> bytes | None:
+        if self.folder is None:
+            return self.memory.get(name)
+        try:
+            return read_bytes(self._place(name), MOST_TENSORS, follow=False)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            what = f"the personal model {self._place(name)} cannot be read"
+            raise BadInput(f"{what}: {error.strerror or error}") from None
+
+    def _place(self, name: str) -> Path:
+        return (self.folder or Path()) / f"{name}.safetensors"
 
 
 # -- sums over clients only (secure aggregation) ---------------------------------------------------
 def contribution(request: Message, reply: Message, method: Method, lr: float) -> Tree:
-    """All that a client adds to the sums, in float64: w(f_i) (x − x_i) instead of its model, its
-    part of the normaliser, f_i and ∇f_i as its method needs them."""
+    """The client's terms of the sums, in float64: w(f_i) (x − x_i) instead of its model, its part
+    of the normaliser, and f_i and ∇f_i if the method needs them."""
     method = method.shared.at_round(request.stamp.round)
     loss = torch.tensor([float(reply.numbers.get(LOSS, torch.nan))], dtype=torch.float64)
     found = grouped(g=tree_map(Tensor.double, reply.group(GRADIENT)))
@@ -259,7 +321,7 @@ def contribution(request: Message, reply: Message, method: Method, lr: float) ->
 
 
 def is_additive(method: Method) -> bool:
-    """Whether weights and normaliser are sums of clients' own parts: tried on three of them."""
+    """Whether weights and normaliser are sums of one term per client; tested on three clients."""
     method = method.shared
     if not method.sums_suffice or method.initial_memory(3):
         return False
@@ -275,7 +337,7 @@ def is_additive(method: Method) -> bool:
 
 
 def _alone(method: Method, loss: Tensor, norm: Tensor, lr: float) -> tuple[float, Tensor]:
-    """A client's weight and its part of the normaliser, if its plain weight were one."""
+    """A client's weight and its part of the normaliser for a plain weight of one."""
     one = Replies(loss, torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64), 1)
     weight, _ = method.weigh({}, one)
     step = torch.as_tensor(method.normaliser(one, norm.double().reshape(1), lr)).double()

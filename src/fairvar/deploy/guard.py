@@ -1,11 +1,10 @@
-"""Which replies count, and for how much; and the record of it (`Notes`).
+"""Checks of replies, limits on a client's influence, and the record of both (`Notes`).
 
-A bad reply is left out, named and counted; the round goes on with the others. A reply is refused
-for its form or for values that are not possible, never because it is unlike the others: the
-worst-off honest client has the largest loss and often the largest update. What a client gains by
-reporting a false loss or number of samples is limited instead (`limited_weights`, `mean_loss`), and
-updates that are out of all proportion are shortened, not refused (`shortened`). `combination` gives
-averages that some dishonest clients can move only so far.
+A bad reply is left out, recorded and counted; the round continues with the others. A reply is
+refused for its form or for impossible values, never for being unlike the others: the worst-off
+honest client has the largest loss and often the largest update. The influence of a false loss or
+number of samples is limited instead (`limited_weights`, `mean_loss`), and updates that are far too
+long are shortened, not refused (`shortened`). `combination` chooses a mean or a robust average.
 """
 
 from __future__ import annotations
@@ -29,43 +28,44 @@ from fairvar.methods.base import Method
 from fairvar.tree import Tree, is_finite, squared_norm, tree_map, weighted_sum
 from fairvar.validation import Checked, Count, Positive
 
-LONGEST = 200  # characters of a detail; what a client sends has no bound
-Form = tuple[torch.dtype, tuple[int, ...]]  # of an array, as it is expected or as its header says
+LONGEST = 200  # characters of a detail: clients may send texts of any length
+Form = tuple[torch.dtype, tuple[int, ...]]  # of an array: expected, or from its header
 ROUNDING = 1e-9  # 0.1 · 30 is a little more than 3
 OFF = 1e9  # a bound of this size is switched off
 NAME = "federation"  # of the notes, among the tables of a checkpoint
 PARTS = ("train", *HELD_OUT)
-MOST_TOLD = 10  # clients that a message names
-MOST_REFUSALS = 10_000  # that are kept one by one; further ones are counted
+MAX_LISTED = 10  # clients that an error message names
+MOST_REFUSALS = 10_000  # that are recorded one by one; further ones are counted
 Factor = Annotated[float, msgspec.Meta(ge=1, le=OFF)]
 
 
 class FederationSettings(Checked, frozen=True, kw_only=True):
-    """`train.participation` or `train.participants` says how many clients are asked in a round."""
+    """Deadlines and limits of a deployment. How many clients a round samples is set by
+    `train.participation` or `train.participants`."""
 
     __where__: ClassVar[str | None] = "federation"
 
-    deadline: Positive = 600.0  # seconds for one exchange; what comes later is left out
-    patience: Positive = 600.0  # seconds to wait for enough clients to be there
-    min_replies: Count = 1  # a round with fewer good replies is repeated …
-    repeats: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 3  # … so often, and then the run stops
-    # A loss counts as at most this many times the largest median loss of any round, or the loss of
-    # guessing among the classes. Honest clients are far from that.
+    deadline: Positive = 600.0  # seconds for one exchange; later replies are left out
+    patience: Positive = 600.0  # seconds to wait until enough clients are available
+    min_replies: Count = 1  # a round with fewer accepted replies is repeated
+    repeats: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 3  # of one round, before the run stops
+    # A loss is clipped to this many times the largest median loss of any round, or the loss of
+    # guessing among the classes if that is larger. Honest clients are far below.
     loss_cap: Factor = 100.0
-    # No client gets a larger part of the sum of weights (in small rounds: twice its fair part).
+    # The largest share of the sum of weights for one client (in small rounds: 2 / replies).
     weight_cap: Annotated[float, msgspec.Meta(ge=0.5, le=1)] = 0.5
-    largest: Positive = 1e9  # norms, losses and numbers of samples above this are not believed
-    # Clients that may come back with another key than the one they are bound to, such as [2].
+    largest: Positive = 1e9  # norms, losses, numbers of samples: larger values are refused
+    # Clients that may return with another key than the one recorded for them, such as [2].
     rebind: tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = ()
     # Against dishonest clients; docs/robustness.md measures what each of these prevents and costs.
-    # An update, a gradient or a change of buffers that is more than this many times as long as the
-    # largest median of the past rounds is shortened to that median.
+    # Updates, gradients and changes of buffers that are longer than this many times the largest
+    # median length of the past rounds are shortened to that median.
     norm_bound: Factor = 10.0
-    # In FairLoss's mean loss no client counts as more than this many times the largest loss of the
-    # others, without the share `liars` of them.
+    # In FairLoss's mean loss, losses are clipped to this many times the largest loss that remains
+    # without the share `liars` of largest losses.
     mean_loss_bound: Factor = 5.0
-    # What the updates and gradients of the clients become: their mean, or, coordinate by
-    # coordinate, the mean without the `liars` largest and smallest, or the median.
+    # How updates and gradients are averaged: their mean or, coordinate by coordinate, the mean
+    # without the share `liars` of largest and of smallest values, or the median.
     average: Literal["mean", "trimmed", "median"] = "mean"
     liars: Annotated[float, msgspec.Meta(ge=0, lt=0.5)] = 0.2  # share of dishonest clients
 
@@ -73,7 +73,7 @@ class FederationSettings(Checked, frozen=True, kw_only=True):
 class Reason(StrEnum):
     NO_REPLY = "no reply"  # nothing came before the deadline
     ERROR = "error"  # the client or the transport reported one
-    UNKNOWN = "unknown client"  # it was not asked, or it says it is another one
+    UNKNOWN = "unknown client"  # not asked, or it sent another client's id
     DUPLICATE = "duplicate"
     STALE = "stale"  # an answer to another round, attempt or exchange
     FORMAT = "format"
@@ -89,7 +89,7 @@ class Reason(StrEnum):
 
 
 class Refusal(NamedTuple):
-    """One reply that was left out, for the record."""
+    """The record of one reply that was left out."""
 
     round: int
     attempt: int
@@ -100,7 +100,7 @@ class Refusal(NamedTuple):
 
 
 class BadMessage(ValueError):
-    """Why there is no good reply."""
+    """The reason why there is no valid reply."""
 
     def __init__(self, reason: Reason = Reason.NO_REPLY, detail: str = "") -> None:
         self.reason, self.detail = reason, brief(detail)
@@ -108,17 +108,17 @@ class BadMessage(ValueError):
 
 
 def brief(text: str) -> str:
-    """For logs and tables: one line of bounded length, whatever a client has put into it."""
+    """One printable line of bounded length, for logs and tables: clients may send any text."""
     return "".join(c if c.isprintable() else " " for c in text[:LONGEST]).strip()
 
 
 def labelled(client: int, names: Mapping[int, str]) -> str:
-    """How logs and messages call a client: by the name of its site, if it has one."""
+    """The client in logs and messages, with the name of its site if it has one."""
     return f"{names[client]} (client {client})" if client in names else f"client {client}"
 
 
 class Arrival(NamedTuple):
-    """What came back through the channel to a client."""
+    """What the transport returned for one client."""
 
     client: int
     reply: Message | BadMessage
@@ -126,7 +126,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class Expected:
-    """What a good reply to this exchange looks like."""
+    """The form of a valid reply to this exchange."""
 
     stamp: Stamp
     asked: frozenset[int]
@@ -138,8 +138,8 @@ class Expected:
 
 
 class RoundNote(NamedTuple):
-    """Who made a round: the clients in its model, those of them whose weight was cut or who sent an
-    update, gradient or buffers that had to be shortened, and the keys that clients belong to since
+    """The record of a round: the clients that were aggregated, those of them whose weight was cut
+    or whose update, gradient or buffers were shortened, and the keys that were first recorded in
     this round, as "client:key"."""
 
     round: int
@@ -150,8 +150,8 @@ class RoundNote(NamedTuple):
 
 
 class Notes(msgspec.Struct):
-    """What the server records in addition to the numbers of a run. It goes into every checkpoint,
-    so that a run that was interrupted has one record, from its first round on."""
+    """What the server records beside the tables of a History. It is part of every checkpoint, so
+    that the record of a resumed run starts at its first round."""
 
     samples: dict[str, list[int]]  # by split and client, as far as they are known
     refused: list[Refusal] = []
@@ -166,13 +166,13 @@ class Notes(msgspec.Struct):
 
     @staticmethod
     def reopen(tables: Mapping[str, Tensor] | None, clients: int) -> Notes:
-        """Continue those of a checkpoint, or begin."""
+        """The notes of a checkpoint; empty ones without a checkpoint."""
         if tables is None or NAME not in tables:
             return Notes({part: [0] * clients for part in PARTS})
         return msgspec.json.decode(tables[NAME].numpy().tobytes(), type=Notes)
 
     def bind(self, keys: Mapping[int, str]) -> tuple[str, ...]:
-        """Remember which key each client belongs to; returns those that are new."""
+        """Record the key of each client; returns the new ones as "client:key"."""
         new = {c: k for c, k in sorted(keys.items()) if self.keys.get(c) != k}
         self.keys |= new
         return tuple(f"{c}:{k}" for c, k in new.items())
@@ -187,7 +187,7 @@ class Notes(msgspec.Struct):
         self.more_refused = dict(Counter(self.more_refused) + counted(refused[room:]))
 
     def count_samples(self, good: Mapping[int, Message]) -> None:
-        """How many samples the clients have: the server knows it from their replies only."""
+        """Record the clients' numbers of samples, which only their replies tell."""
         for i, reply in good.items():
             for part, counts in self.samples.items():
                 key = SAMPLES if part == "train" else f"{part}/{SAMPLES}"
@@ -198,20 +198,20 @@ class Notes(msgspec.Struct):
         return counted(self.refused) + Counter(self.more_refused)
 
     def table(self) -> Tensor:
-        """As bytes in a tensor: a checkpoint holds nothing else."""
+        """JSON as a tensor of bytes, because checkpoints hold tensors only."""
         return torch.frombuffer(bytearray(msgspec.json.encode(self)), dtype=torch.uint8)
 
 
-def told(refused: Sequence[Refusal], names: Mapping[int, str]) -> str:
-    """By client, the latest reason why its replies were left out."""
+def reasons_by_client(refused: Sequence[Refusal], names: Mapping[int, str]) -> str:
+    """For each client, the latest reason why its reply was refused."""
     times = Counter(refusal.client for refusal in refused)
     last = {refusal.client: refusal for refusal in refused}
     parts = []
-    for client in sorted(last)[:MOST_TOLD]:
+    for client in sorted(last)[:MAX_LISTED]:
         why = last[client].detail or last[client].reason
         often = f" ({times[client]} times)" if times[client] > 1 else ""
         parts.append(f"{labelled(client, names)}: {why}{often}")
-    more = len(last) - MOST_TOLD
+    more = len(last) - MAX_LISTED
     return "; ".join([*parts, *([f"and {more} more"] if more > 0 else [])])
 
 
@@ -223,7 +223,7 @@ def counted(refused: Iterable[Refusal]) -> Counter[str]:
 def sift(
     arrivals: Iterable[Arrival], expected: Expected
 ) -> tuple[dict[int, Message], list[tuple[int, BadMessage]]]:
-    """The good replies by client, ids rising, and why the others are none."""
+    """The valid replies by client, ids rising, and why the others are not valid."""
     good: dict[int, Message] = {}
     bad: list[tuple[int, BadMessage]] = []
     for client, arrived in arrivals:
@@ -234,7 +234,7 @@ def sift(
             good[client] = reply
         except BadMessage as why:
             bad.append((client, why))
-        except Exception as error:  # a check that fails in any other way: the reply is bad
+        except Exception as error:  # any other failure of a check
             bad.append((client, BadMessage(Reason.FORMAT, repr(error))))
     missing = expected.asked - good.keys() - {client for client, _ in bad}
     bad += [(client, BadMessage()) for client in sorted(missing)]
@@ -258,12 +258,12 @@ def _checked(client: int, reply: Message | BadMessage, expected: Expected) -> Me
 
 
 def _same(value: Any, known: Any) -> bool:
-    """Of one type too: 1.0 and True equal 1, but name no client and no round."""
+    """Equal and of the same type: 1.0 and True equal 1 but are not valid ids or rounds."""
     return type(value) is type(known) and value == known
 
 
 def check_forms(found: Mapping[str, Form], like: Mapping[str, Tensor]) -> None:
-    """Refuse arrays of other names, types and shapes, before their values are looked at."""
+    """Refuse arrays of other names, types or shapes, before their values are read."""
     if found.keys() != like.keys():
         missing = sorted(like.keys() - found.keys())
         extra = sorted(map(str, found.keys() - like.keys()))
@@ -310,10 +310,10 @@ def _check_numbers(numbers: Mapping[str, Any], expected: Expected) -> None:
 def limited_weights(
     weights: Float64[Tensor, " m"], share: Float64[Tensor, " m"], cap: float
 ) -> Float64[Tensor, " m"]:
-    """No client has more than `cap` of the sum of weights, or twice its fair part if that is more.
+    """No client has more than the share max(cap, 2 / m) of the sum of weights.
 
-    What a client has in excess goes to the others by their plain weights. With cap ≥ ½ at most one
-    client is above it.
+    A client's excess is given to the others in proportion to their plain weights. With cap ≥ ½ at
+    most one client exceeds it.
     """
     total, size = weights.sum(), weights.abs()
     cap = max(cap, 2 / len(weights))
@@ -326,7 +326,7 @@ def limited_weights(
 
 
 def length(tree: Tree, origin: Tree) -> float:
-    """The distance from `origin`; counters, such as batch norm's, are no lengths."""
+    """The distance from `origin`, without integer tensors such as batch norm's counters."""
     moved = {
         name: leaf.double() - origin[name].double()
         for name, leaf in tree.items()
@@ -336,8 +336,8 @@ def length(tree: Tree, origin: Tree) -> float:
 
 
 def median_length(lengths: Iterable[float]) -> float | None:
-    """Of those that are not zero: clients that send nothing must not make the others look long.
-    With an even number the smaller of the two in the middle. None if all are zero."""
+    """The median of the lengths that are not zero, so that empty updates do not lower it; of an
+    even number the smaller middle one. None if all are zero."""
     found = sorted(value for value in lengths if value > 0)
     return found[(len(found) - 1) // 2] if found else None
 
@@ -363,8 +363,8 @@ def mean_loss(
 ) -> Float64[Tensor, ""]:
     """a = Σ r_i f_i, where no f_i counts as more than `mean_loss_bound` times the (k+1)-th largest.
 
-    Losses are not negative, so a false one can move the mean far in one direction only: up. What is
-    cut of an honest client's loss makes a smaller, which gives that client more weight, not less.
+    Losses are not negative, so a false one can only raise the mean. If the loss of an honest client
+    is clipped, a becomes smaller, which gives that client more weight, not less.
     """
     k, bound = dishonest_among(len(loss), settings.liars), settings.mean_loss_bound
     if k == 0 or bound >= OFF:
@@ -373,7 +373,7 @@ def mean_loss(
 
 
 def combination(settings: FederationSettings) -> Combine:
-    """How the updates of a round, its gradients and its buffers become one."""
+    """The average for updates, gradients and buffers of a round."""
     if settings.average == "mean":
         return weighted_sum
     part = 0.5 if settings.average == "median" else settings.liars
@@ -390,8 +390,7 @@ def trimmed(weights: Float64[Tensor, " m"], stacked: Tree, part: float) -> Tree:
 
 
 def check_average(settings: FederationSettings, method: Method) -> None:
-    """Whether `federation.average` means something: only the plain mean of single replies can be
-    replaced by another average."""
+    """Refuse `federation.average` unless the method takes the plain mean of updates."""
     if settings.average == "mean":
         return
     kind, asked = type(method), f"federation.average = {settings.average!r}"

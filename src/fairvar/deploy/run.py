@@ -1,4 +1,4 @@
-"""A whole federation, round after round: from a model to its History, as `engine.train` does it."""
+"""All rounds of a deployment, from a model to its History, with the trainer of simulations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ from fairvar.engine.state import (
     DoesNotFit,
     Outcome,
     State,
-    advance,
     check_fits,
     first_run,
     initial_state,
@@ -59,7 +58,7 @@ from fairvar.engine.train import Prepared, prepare, provenance
 from fairvar.engine.trainer import Runs, train_rounds
 from fairvar.errors import FairvarError
 from fairvar.methods.base import Method
-from fairvar.tree import Tree, is_finite, squared_norm, subtract
+from fairvar.tree import Tree, squared_norm, subtract
 
 
 class Federated(NamedTuple):
@@ -86,16 +85,15 @@ class Exchange:
     def round(self, state: State, t: int, splits: Splits | None) -> tuple[Outcome, Seen | None]:
         state = state.map(first_run)
         made, good = self.server.round(state, score=splits is not None)
-        outcome = self.finish(made)
-        # Clients need not send their losses, so the model says whether the run has diverged.
-        finite = torch.tensor(is_finite(advance(state, outcome, None, self.run.optimiser).params))
-        outcome = replace(outcome, loss=made.loss, weights=made.weights, finite=finite).map(one_run)
+        finished = replace(self.finish(made), loss=made.loss, weights=made.weights)
+        outcome = replace(finished, losses_known=False).map(one_run)
         if splits is None:
             return outcome, None
         norm = torch.full((1, self.run.clients), torch.nan, dtype=torch.float64)
         for i, reply in good.items():
             norm[0, i] = squared_norm(subtract(state.x, reply.group(MODEL))).double().sqrt()
-        unknown = torch.full((1,), torch.nan, dtype=torch.float64)  # it never has all gradients
+        # The server does not have all gradients.
+        unknown = torch.full((1,), torch.nan, dtype=torch.float64)
         return outcome, Seen(norm, unknown, self._tables(good, splits))
 
     def scores(self, state: State, splits: Splits) -> dict[Key, Scores]:
@@ -110,7 +108,7 @@ class Exchange:
         }
 
     def _tables(self, good: Good, splits: Splits, mark: str = "") -> dict[str, Scores]:
-        """Over all clients from the replies of those that answered; nan for the others."""
+        """Scores over all clients; NaN for those that did not answer."""
         metric = self.run.task.metric
 
         def table(split: str, name: str) -> Tensor:
@@ -138,8 +136,8 @@ def federate(
     keep: Callable[[int, Callable[[], Checkpoint]], None] | None = None,
     finish: Callable[[Outcome], Outcome] = lambda outcome: outcome,
 ) -> Federated:
-    """Train with the clients behind `transport`; continues from `start`. `finish` has the last word
-    on what a round made (such as adding noise)."""
+    """Train with the clients behind `transport`; continues from `start`. `finish` post-processes
+    each Outcome, e.g. adds noise."""
     started, settings = time.perf_counter(), agreed.train
     run = _server_run(agreed)
     fresh = first_state(agreed, run)
@@ -148,8 +146,8 @@ def federate(
     else:
         start = start._replace(state=check_fits(start.state, fresh, settings.rounds))
     notes = Notes.reopen(start.tables, agreed.clients)
-    # At least the loss of guessing. (That of a model that starts well trained is tiny: no measure
-    # for the clients that it serves badly.)
+    # At least the loss of guessing: the loss of a model that starts well trained is tiny, and would
+    # make the limit on reported losses too strict for clients whose loss is large.
     notes.typical_loss = max(notes.typical_loss, log(agreed.classes or 1))
     transport.keys |= {c: k for c, k in notes.keys.items() if c not in rules.rebind}
     transport.names |= notes.names
@@ -180,7 +178,7 @@ def federate(
 
 
 def first_state(agreed: Agreement, run: Run | None = None) -> State:
-    """Where a run starts that starts from nothing. Personal models are at the clients."""
+    """The initial state of a new run, without personal models, which clients keep."""
     run = run or _server_run(agreed)
     task, optimiser = run.task, run.optimiser
     state = initial_state(run.method, task.params, task.buffers, run.clients, optimiser)
@@ -197,14 +195,14 @@ def check_start(agreed: Agreement, start: Checkpoint) -> None:
     try:
         notes = Notes.reopen(start.tables, agreed.clients)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise DoesNotFit(f"its notes on the federation are not ours: {error}") from None
+        raise DoesNotFit(f"its notes on the federation cannot be read: {error}") from None
     lengths = {part: len(sizes) for part, sizes in notes.samples.items()}
     if lengths != dict.fromkeys(PARTS, agreed.clients):
         raise DoesNotFit("its notes on the federation are of other clients")
 
 
 def _server_run(agreed: Agreement) -> Run:
-    """The engine's view of the run, on a few blank samples: the server has no data."""
+    """The `Run` of the server, on a few blank samples, because the server has no data."""
     blank = agreed.like
     if blank is None:
         targets = torch.zeros(4, dtype=torch.float32 if agreed.classes is None else torch.int64)
@@ -221,8 +219,7 @@ def _splits(agreed: Agreement) -> Splits:
 
 
 def _samples(agreed: Agreement, notes: Notes) -> dict[str, Tensor]:
-    """Every client's number of samples, as far as it is known (0 otherwise), in the splits that the
-    tables are about."""
+    """Every client's number of samples in "train" and the evaluated splits; 0 where unknown."""
     seen = {"train", *agreed.evaluate.splits}
     return {s: torch.tensor(n) for s, n in notes.samples.items() if s in seen or any(n)}
 
@@ -235,7 +232,8 @@ def honest(request: Message, reply: Message) -> Sequence[Message]:
 
 
 class LocalTransport:
-    """One after another, without deadline; `fault` decides what becomes of each reply."""
+    """Calls clients in this process, one after another, without a deadline. `fault` maps each
+    request and reply to what arrives, for tests and measurements of faults and attacks."""
 
     name = "local"
 
@@ -264,8 +262,8 @@ class LocalTransport:
 def local_clients(
     agreed: Agreement, federation: Federation, folder: Path | None = None
 ) -> list[Client]:
-    """Each client of a federation by itself, as if the others' data were elsewhere; `folder`: for
-    their personal models, which are otherwise kept in memory."""
+    """One `Client` for each client of a federation, with its own data only; `folder`: for their
+    personal models, which are otherwise kept in memory."""
     return [
         Client(i, only(federation, i), agreed, folder and folder / str(i))
         for i in range(federation.clients)

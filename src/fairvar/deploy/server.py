@@ -1,10 +1,10 @@
-"""The server's part of a round: whom to ask what, which replies count, what they make of the model.
+"""Server side of a round: sample clients, send requests, filter replies, aggregate.
 
-A round is one exchange, or two for exact methods (probe, then train). Those whose probe was good
-are asked to train; those whose training was good enter the model. Where the server can take the
-clients' step itself (`server_steps`), they train in evaluated rounds only, for the scores of
-their local models. If too few are left the round is repeated from the same state, with another
-draw of clients, and finally the run stops.
+A round is one exchange, or two for exact methods (probe, then train). Clients whose probe reply was
+accepted are asked to train; those whose train reply was accepted are aggregated. Where the server
+can take the clients' step itself (`server_steps`), they train in evaluated rounds only, for the
+scores of their local models. If too few replies are accepted, the round is repeated from the same
+state with another sample of clients; after `repeats` such rounds the run stops.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from fairvar.methods.base import Method
 from fairvar.tree import Tree, is_finite, stack, zeros_like
 
 Good = Mapping[int, Message]  # good replies by client, ids rising
-MEMORY = 20  # rounds whose lengths are remembered
+MEMORY = 20  # rounds of median lengths that are kept
 
 
 @runtime_checkable
 class Transport(Protocol):
-    """Carries messages to clients and back. It may lose, delay or spoil them."""
+    """Carries messages to clients and back. It may lose, delay or corrupt them."""
 
     name: str
-    keys: dict[int, str]  # client → its key, where clients have keys; never forgotten
+    keys: dict[int, str]  # client → its key, if clients have keys; never removed
     names: dict[int, str]  # client → the name of its site, where it has one
 
     def present(self, at_least: int, seconds: float) -> Sequence[int]:
-        """The ids of clients that can be asked, once there are enough or the time is over."""
+        """The ids of available clients, once there are `at_least` so many or the time is over."""
 
     def exchange(
         self, requests: Sequence[Message], like: Tree, seconds: float
@@ -71,11 +71,11 @@ class Transport(Protocol):
 
 
 class TooFew(Exception):
-    """Not enough good replies for this attempt."""
+    """Too few accepted replies in this attempt."""
 
 
 class _Known(NamedTuple):
-    """Before training: whom to ask, and the averages that they get."""
+    """Known before training: the clients to ask, and the averages that they receive."""
 
     ids: list[int]
     mean_loss: Tensor  # a
@@ -85,15 +85,15 @@ class _Known(NamedTuple):
 
 @dataclass
 class Server:
-    """`agreed.clients` are all that may ever take part, with ids from 0."""
+    """`agreed.clients` is the number of all clients that may ever take part; ids start at 0."""
 
     agreed: Agreement
     settings: FederationSettings
     transport: Transport
     notes: Notes
-    limited: set[int] = field(default_factory=set)  # clients whose weight this attempt cuts
-    shortened: set[int] = field(default_factory=set)  # … whose arrays it has shortened
-    lengths: dict[str, float] = field(default_factory=dict)  # median lengths in this attempt
+    limited: set[int] = field(default_factory=set)  # clients whose weight was cut in this attempt
+    shortened: set[int] = field(default_factory=set)  # clients whose arrays were shortened
+    lengths: dict[str, float] = field(default_factory=dict)  # median norms in this attempt
     begun: bool = False
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class Server:
         guard.check_average(self.settings, self.method)
 
     def round(self, state: State, score: bool = False) -> tuple[Outcome, Good]:
-        """Round `state.round`, and the replies that made it; `score`: with local models' scores."""
+        """Round `state.round` and the accepted replies; `score`: ask for local models' scores."""
         before, recorded = self.notes.reasons(), len(self.notes.refused)
         for attempt in range(self.settings.repeats + 1):
             for found in (self.limited, self.shortened, self.lengths):
@@ -115,7 +115,7 @@ class Server:
                 last = few
         now = self.notes.reasons() - before
         reasons = ", ".join(f"{n} × {why}" for why, n in sorted(now.items()))
-        by_client = guard.told(self.notes.refused[recorded:], self.transport.names)
+        by_client = guard.reasons_by_client(self.notes.refused[recorded:], self.transport.names)
         raise RunFailed(
             f"round {state.round} was given up after {self.settings.repeats + 1} attempts: {last} "
             f"({reasons or 'no client was there'}){'; ' * bool(by_client)}{by_client}"
@@ -131,8 +131,8 @@ class Server:
             self.notes.lengths[group] = [*past, median][-MEMORY:]
 
     def evaluate(self, state: State) -> Good:
-        """The scores of the global model, from all clients that are there, and of their personal
-        models, which stay with them."""
+        """Replies with the scores of the global model, and of personal models where there are some,
+        from all available clients."""
         present = self.transport.present(1, self.settings.deadline)
         model = grouped(x=state.params, buffer=state.buffers)
         stamp, splits = Stamp("evaluate", state.round), tuple[str, ...](HELD_OUT)
@@ -141,9 +141,9 @@ class Server:
         return self._exchange(stamp, present, model, {}, {}, loss=False, scores=splits)
 
     def begin_personal(self, state: State) -> None:
-        """Draw the number of a new run, under which the clients keep their personal models. Where
-        some are not invited to the first round, all get x^0 before it: v_i^0 = x^0. Clients that
-        come later start from the model that they receive then."""
+        """Draw the number of a new run, under which the clients keep their personal models. If only
+        some clients are sampled in a round, all receive x^0 before the first: v_i^0 = x^0. Clients
+        that join later start from the first model that they receive."""
         self.notes.training = secrets.randbits(48) + 1
         train = self.agreed.train
         if train.participation is not None or train.participants is not None:
@@ -178,7 +178,7 @@ class Server:
         return _Known(list(good), a, self._mean_gradient(state, share, good), good)
 
     def _stepped(self, state: State, method: Method, known: _Known, probed: Good) -> Good:
-        """The models that the clients would send, from what they saw."""
+        """The local models after one step, computed by the server from the probe's replies."""
         made, train = dict[int, Message](), self.agreed.train
         for (i, reply), loss in zip(probed.items(), self._losses(probed), strict=True):
             seen = Probed(loss, reply.group(GRADIENT), reply.group(BUFFERS))
@@ -201,7 +201,7 @@ class Server:
         return self._exchange(stamp, known.ids, sent, numbers, wanted, loss, splits)
 
     def _aggregated(self, state: State, method: Method, known: _Known, good: Good) -> Outcome:
-        """The outcome of the round; a and g for the next one are of those that answered in this."""
+        """The outcome of the round. a and g for the next round average this round's replies."""
         share = self._share(good)
         loss, a, g = share * torch.nan, known.mean_loss, known.mean_gradient
         if sends_loss(method):
@@ -232,13 +232,13 @@ class Server:
         )
 
     def _factors(self, server: Aggregator, loss: Tensor, mean_loss: Tensor) -> Tensor:
-        """Of the clients' own gradients. A client that shortens its penalty does not say by how
-        much."""
+        """The factors of the clients' own gradients; NaN for methods with a bound, because clients
+        do not report by how much they shortened their penalty."""
         own = server.coefficients(loss, mean_loss)[0]
         return own if server.method.penalty_bound is None else own * torch.nan
 
     def aggregator(self, method: Method, share: Tensor, ids: list[int]) -> Aggregator:
-        """What these clients' replies become."""
+        """For the replies of these clients."""
         return Aggregator(method, share, torch.tensor(ids), self.agreed.clients)
 
     def _gradients_with_training(self, known: _Known) -> bool:
@@ -246,13 +246,13 @@ class Server:
         return self.method.reports_gradient and known.probed is None
 
     def _invited(self, t: int, attempt: int) -> list[int]:
-        """Drawn from those that are there: from all clients, if all are."""
+        """The clients to ask, sampled from those that are available."""
         least, clients, train = self.settings.min_replies, self.agreed.clients, self.agreed.train
-        wanted = least if self.begun else max(clients, least)  # at first, wait for everyone
+        wanted = least if self.begun else max(clients, least)  # at first, wait for all clients
         present = sorted(set(self.transport.present(wanted, self.settings.patience)))
         self.begun = True
         if len(present) < least:
-            raise TooFew(f"{len(present)} clients are there, {least} are needed")
+            raise TooFew(f"{len(present)} clients are available, {least} are needed")
         asked = Participation.build(clients, train.seed, train.participation, train.participants)
         draw = Participation(len(present), min(asked.number, len(present)), asked.seed)
         return [present[place] for place in draw.of_round(t, attempt).tolist()]
@@ -286,10 +286,11 @@ class Server:
 
     def _check_enough(self, found: int) -> None:
         if found < self.settings.min_replies:
-            raise TooFew(f"{found} good replies, {self.settings.min_replies} are needed")
+            raise TooFew(f"{found} accepted replies, {self.settings.min_replies} are needed")
 
     def _in_proportion(self, state: State, good: Good) -> Good:
-        """The replies; one that is out of all proportion counts with the usual length."""
+        """The replies; updates, gradients and buffers that are much longer than usual are shortened
+        to the usual length (`norm_bound`)."""
         if self.settings.norm_bound >= guard.OFF:
             return good
         origins = {MODEL: state.x, BUFFERS: state.buffers, GRADIENT: zeros_like(state.x)}
@@ -304,7 +305,7 @@ class Server:
                 arrays = grouped(**{group: guard.shortened(good[i].group(group), factor, origin)})
                 good = {**good, i: replace(good[i], arrays={**good[i].arrays, **arrays})}
             self.shortened |= far.keys()
-            # What most of them send may grow from round to round, though not without a limit.
+            # The usual length may grow from round to round, by at most the factor `norm_bound`.
             median = guard.median_length(min(norm, bound) for norm in found.values())
             if median is not None:
                 self.lengths[group] = median
@@ -316,7 +317,8 @@ class Server:
         return self.method.smoothed(state.mean_gradient, mean)
 
     def _share(self, good: Good) -> Tensor:
-        """r_i over those that answered; a client that invents samples gains no more than others."""
+        """r_i over the clients that answered, limited by `weight_cap`: a client may report more
+        samples than it has."""
         sizes = torch.tensor([int(r.numbers[SAMPLES]) for r in good.values()])
         share = self.method.plain_weights(sizes)
         return self._limited([*good], share, torch.full_like(share, 1 / len(share)))
@@ -338,7 +340,7 @@ def model_of(state: State) -> Tree:
 
 
 def train_request(state: State, method: Method, known: _Known) -> tuple[Tree, dict[str, Number]]:
-    """What clients need to train: the model, and the averages a and g if the method uses them."""
+    """The content of a train request: the model, and a and g if the method uses them."""
     shared = known.mean_gradient if method.uses_mean_gradient else None
     numbers: dict[str, Number] = {}
     if method.uses_mean_loss:
@@ -358,7 +360,7 @@ class Mean(NamedTuple):
 
 @runtime_checkable
 class MeanTransport(Transport, Protocol):
-    """Brings nothing but the mean of the clients' contributions back, from evaluations apart."""
+    """Returns only the mean of the clients' contributions; evaluations are ordinary exchanges."""
 
     def mean(self, requests: Sequence[Message], like: Tree, seconds: float) -> Mean:
         """Of arrays with these names and shapes."""
@@ -366,12 +368,12 @@ class MeanTransport(Transport, Protocol):
 
 @dataclass
 class SummingServer(Server):
-    """A server that learns sums over clients only, as secure aggregation gives them.
+    """The server under secure aggregation, which receives only sums over clients.
 
-    It gets the means of the clients' `contribution`s over those that took part, weighted by r_i.
+    It receives the mean of the participants' `contribution`s, weighted by r_i.
     That is enough for a method whose weights and normaliser are sums of what each client adds to
-    them (`is_additive`). The server never sees a single reply, so limits on losses, weights and
-    lengths do not apply.
+    them (`is_additive`). The server never sees a single reply, so it cannot limit losses, weights
+    and lengths.
     """
 
     transport: MeanTransport
@@ -401,16 +403,18 @@ class SummingServer(Server):
     def _outcome(self, state: State, found: Mean, method: Method, known: _Known) -> Outcome:
         step, update = found.arrays.get(STEP, torch.ones(1)), group_of(found.arrays, MODEL)
         unknown = torch.full_like(found.share, torch.nan)
-        plain = type(method).weigh is Method.weigh  # weights by losses stay the clients' own
-        return self.aggregator(method, found.share, found.ids).outcome(
-            {k: (v / step).to(state.x[k].dtype) for k, v in update.items()},
+        plain = type(method).weigh is Method.weigh  # weights that depend on losses are not known
+        return self.aggregator(method, found.share, found.ids).finish(
+            lambda _, step: {k: (v / step).to(state.x[k].dtype) for k, v in update.items()},
             loss=unknown,
             weights=found.share if plain else unknown,
             memory=state.memory,
+            lr=self.agreed.train.lr_of(state.round),
             buffers={},
             own=unknown if method.uses_mean_loss else None,
             mean_gradient=known.mean_gradient if self.method.keeps_gradient else None,
             mean_loss=known.mean_loss,
+            normaliser=step,
         )
 
     def _mean(

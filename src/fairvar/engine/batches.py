@@ -1,25 +1,23 @@
-"""Which samples a client uses in each local step: the same in every engine and on every device.
+"""Batches and sampled clients: the same for every kernel, every device and in deployments.
 
-`Schedule` is what is fixed for a run; `Cohort` has the clients of one round.
+`Schedule` is fixed for a run; `Cohort` has the clients of one round.
 
-In each pass over its data a client's samples are shuffled by random keys that depend only on (seed,
-round, pass, client id, position). Adding a client does not change the batches of the others. What
-dropout drops of a sample depends on (seed, round, step, client id, position) in the same way.
+Batches. In each pass over its data a client's samples are shuffled by random keys that depend only
+on (seed, round, pass, client id, position). Adding a client does not change the batches of the
+others. Dropout masks depend on (seed, round, step, client id, position) in the same way.
 
-Who takes part in a round, and what averages over some of the clients mean.
-
-In round t the server asks `number` clients, drawn without replacement from a stream of its own, so
-that every engine and a federation ask the same ones. Those that answer are the participants S.
+Participation. In round t the server asks `number` clients, sampled without replacement from a
+random stream of its own. Those that answer are the participants S.
 
 - Plain weights: r_i over S, summing to one there. a = Σ_S r_i f_i and g = Σ_S r_i ∇f_i estimate the
   averages over all clients. With uniform weights they are unbiased, as every client is equally
   likely to be in S; weights by size make them ratios of two unbiased sums (bias of order 1/|S|),
-  since weights that sum to one are what the methods' identities need. Clients that stay away for
-  a reason that has to do with their data bias any average.
-- Exact methods average over those that answered the probe; approximate ones carry the averages of
-  the participants of the round before, also to clients that were not there.
-- What a method remembers of a client (AFL's and AAggFF's weights) belongs to the client's id, and
-  waits there while the client is away.
+  since the methods' identities need weights that sum to one. If absence depends on a client's
+  data, every average is biased.
+- Exact methods average over the clients that answered the probe; approximate ones send the averages
+  over the participants of the round before, also to clients that did not take part in it.
+- Per-client memory of a method (the weights of AFL and AAggFF) is stored by client id and does not
+  change while the client is absent.
 """
 
 from __future__ import annotations
@@ -40,8 +38,8 @@ from fairvar.errors import BadInput
 from fairvar.tree import Inputs, map_inputs
 
 
-class Batch(NamedTuple):  # a tuple, because vmap looks into those
-    """Samples as a model takes them. Several batches have a client or a block as first axis."""
+class Batch(NamedTuple):  # a tuple, because vmap maps over tuples
+    """Samples for a model. Stacked batches have the client or the block as first axis."""
 
     x: Inputs
     y: Tensor
@@ -50,7 +48,7 @@ class Batch(NamedTuple):  # a tuple, because vmap looks into those
 
     @property
     def axes(self) -> Any:
-        """vmap's: the first of all tensors."""
+        """`in_dims` for vmap: the first axis of every tensor."""
         axes: list[Any] = [None if part is None else 0 for part in self]
         return Batch(*axes)
 
@@ -62,7 +60,7 @@ class Batch(NamedTuple):  # a tuple, because vmap looks into those
 
 @dataclass(frozen=True)
 class Participation:
-    """Draws the clients of each round; everyone if `number` is the number of clients."""
+    """Samples the clients of each round; all clients if `number` is their number."""
 
     clients: int
     number: int
@@ -85,11 +83,11 @@ class Participation:
         return self.number == self.clients
 
     def largest(self, lengths: list[int]) -> list[int]:
-        """Of these numbers of samples, those of the most costly draw."""
+        """The largest `number` of these numbers of samples: the most costly round."""
         return lengths if self.everyone else sorted(lengths)[-self.number :]
 
     def of_round(self, t: int, attempt: int = 0) -> Int64[Tensor, " m"]:
-        """The ids to ask, rising; another draw for each further attempt at the same round."""
+        """The sampled ids, rising; each further attempt at a round samples anew."""
         if self.everyone:
             return torch.arange(self.clients)
         again = (attempt,) if attempt else ()
@@ -99,7 +97,7 @@ class Participation:
 
 
 class Constants(NamedTuple):
-    """What never changes between rounds, on the split's device: rounds then need no host."""
+    """Constants of all rounds on the split's device, so that rounds copy nothing from the host."""
 
     counts: Int64[Tensor, " n"]
     offsets: Int64[Tensor, " n"]
@@ -117,7 +115,7 @@ class Schedule:
     steps: list[int]  # local steps of each client in a round
     passes: list[int]  # batches in one pass over the client's data
     dropout: bool = False  # the model has dropout
-    live_keys: Int64[Tensor, " passes"] | None = None  # a captured round reads its draw from here
+    live_keys: Int64[Tensor, " passes"] | None = None  # a captured round reads its keys from here
 
     @staticmethod
     def build(
@@ -158,7 +156,7 @@ class Schedule:
 
     @cached_property
     def full_batch(self) -> bool:
-        """Every step sees all of the client's samples."""
+        """Whether every step takes all of the client's samples."""
         return self.batch_size is None or self.batch_size >= self.largest
 
     @cached_property
@@ -199,8 +197,8 @@ class Schedule:
         return Cohort(self, torch.arange(len(known), device=self.split.device), known)
 
     def keys(self, t: int) -> list[int]:
-        """The name of every shuffle of round t, none where every step sees everything; then that of
-        dropout, if the model has it."""
+        """The random key of every shuffle of round t (none with full batches), then that of dropout
+        if the model has dropout."""
         passes = max(ceil(s / p) for s, p in zip(self.steps, self.passes, strict=True))
         keys = [rng.key(self.seed, "batch", t, n) for n in range(0 if self.full_batch else passes)]
         keys += [rng.key(self.seed, "dropout", t)] if self.dropout else []
@@ -212,7 +210,7 @@ class Schedule:
 
 
 class Slots(NamedTuple):
-    """All samples of a cohort, one place's after the other's: what a shuffle shuffles."""
+    """All samples of a cohort, place after place, in the order before shuffling."""
 
     place: Int64[Tensor, " s"]
     client: Int64[Tensor, " s"]  # its id
@@ -223,7 +221,7 @@ class Slots(NamedTuple):
 
 
 class Padded(NamedTuple):
-    """Stretches of samples that follow each other, as rows of one width: the only padded layout."""
+    """Ranges of consecutive samples as rows of one width: the padded layout."""
 
     slot: Int64[Tensor, "rows width"]  # of each sample; padding repeats the first of its row
     real: Bool[Tensor, "rows width"]
@@ -236,8 +234,8 @@ class Padded(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """The first step of a cohort in blocks of one width, each of one client. Blocks of width one
-    are its samples without padding; blocks as wide as a batch are its clients."""
+    """The first step of a cohort in blocks of one width, each of one client. With width one, a
+    block is a sample and nothing is padded; with the width of a batch, a block is a client."""
 
     rows: Padded  # of a shuffle
     share: Float64[Tensor, "blocks width"]  # of each sample in its client's mean; 0 for padding
@@ -246,11 +244,11 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True)
 class Cohort:
-    """The clients of a round in places 0 … m − 1: all of them, or those that were drawn.
+    """The clients of a round in places 0 … m − 1: all clients, or the sampled ones.
 
-    In a captured round they are known on the device only (`known` is None), and no shape may depend
-    on who they are: all clients then take the same steps on as many samples (`Run.shapes_stay`),
-    and each place has as many slots as the largest client has samples.
+    In a captured round their ids are on the device only (`known` is None), and shapes must not
+    depend on them: all clients then take the same number of steps on equally many samples
+    (`Run.shapes_stay`), and each place has as many slots as the largest client has samples.
     """
 
     schedule: Schedule
@@ -268,7 +266,7 @@ class Cohort:
 
     @cached_property
     def order(self) -> list[int]:
-        """Places with the most steps first, so that those still active are always a prefix."""
+        """Places with the most steps first, so that the active places are always a prefix."""
         return sorted(range(len(self.ids)), key=lambda place: -self.steps[place])
 
     @cached_property
@@ -385,7 +383,7 @@ class RoundBatches:
         return Padded(self.shuffled[number[:, None], slot], real)
 
     def take(self, rows: Int64[Tensor, " *shape"], step: int, real: Tensor | None = None) -> Batch:
-        """These samples, as they are in this step."""
+        """The batch of these samples, with the dropout keys of this step."""
         return Batch(*self.cohort.schedule.split.take(rows), real, self.dropout(rows, step))
 
     def dropout(self, rows: Int64[Tensor, " *shape"], step: int) -> Int64[Tensor, " *shape"] | None:
@@ -396,7 +394,7 @@ class RoundBatches:
 def _spans(
     lengths: list[int], device: torch.device
 ) -> tuple[Int64[Tensor, " s"], Int64[Tensor, " s"]]:
-    """Of 3 and 2 things: whose each of them is, 0 0 0 1 1, and which one of those, 0 1 2 0 1."""
+    """Owner and index of each element: lengths 3 and 2 give 0 0 0 1 1 and 0 1 2 0 1."""
     if len(set(lengths)) == 1:  # nothing to fetch from the host
         number = torch.arange(len(lengths) * lengths[0], device=device)
         return number // lengths[0], number % lengths[0]
@@ -407,7 +405,7 @@ def _spans(
 
 
 def _batches_per_pass(size: int, batch_size: int | None, least: int) -> int:
-    """Batches of at least so many samples; a client with fewer has one batch of all of them."""
+    """Number of batches of at least `least` samples; a smaller client has one batch of all."""
     if batch_size is None or batch_size >= size:
         return 1
     full, rest = divmod(size, batch_size)

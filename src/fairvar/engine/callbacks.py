@@ -1,4 +1,4 @@
-"""Callbacks: own code that looks at a run after its rounds, and may stop it.
+"""Callbacks: user code that is called after every round, and may stop the run.
 
     class Print(fv.Callback):
         def on_evaluate(self, run: fv.Training) -> None:
@@ -6,8 +6,8 @@
 
     fv.train(model, federation, method, callbacks=[Print(), fv.EarlyStopping()])
 
-A callback reads copies, so that a run computes the same bits with and without it. A run that was
-stopped is the beginning of the run that was not.
+Callbacks read copies, so a run computes the same bits with and without them. The rounds of a
+stopped run are the first rounds of the complete one.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from fairvar.process import progress as progress_bar
 from fairvar.scores import Metric
 
 LOSS = "loss"
-# Of the scores by name, those of which less is better.
+# Scores of which a smaller value is better.
 LESS = (LOSS, "variance_over_clients", "corrected_variance", "sd_over_clients",
         "coefficient_of_variation", "range_over_clients", "gini", "kl_to_uniform")  # fmt: skip
-EVEN = ("jain", "normalised_entropy", "cosine_to_ones")  # more is better, whatever the metric
+EVEN = ("jain", "normalised_entropy", "cosine_to_ones")  # higher is better for every metric
 WRITTEN = ("mean", "variance_over_clients", "worst_10_percent")  # by TensorBoard
 
 
 class Training:
-    """A run on its way, as callbacks see it."""
+    """A run in progress: what callbacks can read, and `stop`."""
 
     def __init__(self, runs: Runs, rounds: int, history: Callable[[], History]) -> None:
         self._runs, self._make = runs, history
@@ -53,12 +53,12 @@ class Training:
 
     @property
     def metric(self) -> Metric:
-        """By which clients are scored."""
+        """The metric of the clients' scores."""
         return self.history().metric
 
     @property
     def done(self) -> int:
-        """Rounds done, those before a continuation among them."""
+        """The number of rounds done, including those before a continuation."""
         return self._runs.state.round
 
     @property
@@ -83,18 +83,18 @@ class Training:
         return self._runs.checkpoints()[0].state
 
     def history(self) -> History:
-        """Everything up to here; it takes longer, the more rounds there are."""
+        """The history so far. Its cost grows with the number of rounds."""
         if self._known is None or self._known[0] != self.done:
             self._known = self.done, self._make()
         return self._known[1]
 
     def fairness(self, split: str = "valid", model: str | None = None) -> Fairness:
-        """Over clients, of the newest evaluation and of the model that the method is reported by,
-        without the bootstrap intervals."""
+        """The fairness over clients at the last evaluation, without bootstrap intervals; by default
+        of the method's reported model."""
         return self.history().fairness(split, model, resamples=0)
 
     def mean_loss(self, split: str = "valid", model: str | None = None) -> float:
-        """The mean over clients of the loss at the newest evaluation."""
+        """The mean over clients of the loss at the last evaluation."""
         history = self.history()
         table = history.evaluated_loss[split, model or self.method.reported_model]
         return float(table[-1].nanmean()) if len(table) else math.nan
@@ -105,7 +105,7 @@ class Training:
 
     @contextmanager
     def watched(self, callbacks: Sequence[Callback]) -> Iterator[Progress | None]:
-        """What the round loop calls; None without callbacks, so that they cost nothing."""
+        """The function that the trainer calls after every round; None without callbacks."""
 
         def after_round(done: int, rounds: int) -> object:
             for callback in callbacks:
@@ -120,7 +120,7 @@ class Training:
                 ending.callback(callback.on_end, self)
             yield after_round if callbacks else None
         if self.done == self.rounds:
-            self.stopped = None  # it has done all that was asked for
+            self.stopped = None  # all rounds are done
 
 
 class Callback:
@@ -176,9 +176,9 @@ class EarlyStopping(Callback):
 
     score: a number of `Fairness`, such as "mean", "worst_10_percent" or "variance_over_clients";
     "loss", the mean loss over clients; or a function of the `Training`.
-    split, model: what it is measured on; by default the model that the method is reported by.
-    min_delta: what counts as better, in the units of the score.
-    higher_is_better: by default known from the name; of a function's score, higher is better.
+    split, model: where the score is measured; by default of the method's reported model.
+    min_delta: the smallest improvement that counts, in the units of the score.
+    higher_is_better: by default known from the score's name; True for a function.
 
     Afterwards `best`, `best_round` and `best_state` (to continue from, or to save) are those of the
     best evaluation.
@@ -239,7 +239,7 @@ class EarlyStopping(Callback):
     def _higher(self, run: Training) -> bool:
         if self.higher_is_better is not None or callable(self.score):
             return self.higher_is_better is not False
-        # Which means and which clients are good depends on the metric, not what is even.
+        # For measures of evenness the metric does not matter; for means and tails it does.
         return self.score not in LESS and (self.score in EVEN or run.metric.higher_is_better)
 
     def _value(self, run: Training) -> float:

@@ -6,8 +6,8 @@ tensors: the state, the names of this round's shuffles and participants, and the
 differ in numbers and seeds only. A round whose shapes depend on the sampled clients
 (`Run.shapes_stay`) is not captured.
 
-Without CUDA the same fixed tensors are used and the round is simply computed: the slow twin, by
-which the tests compare everything but the recording itself with ordinary rounds.
+Without CUDA the round is computed eagerly on the same fixed tensors: an eager fallback on the same
+buffers, for tests.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KEPT = 3  # recordings kept for later runs; each holds the memory of a round
 
 
 class Made(NamedTuple):
-    """What a computed round leaves; valid until the next one."""
+    """Results of a round; valid until the next one."""
 
     state: State
     diverged_at: Int64[Tensor, " runs"]
@@ -62,7 +62,7 @@ class Captured:
         self.begin(kernel)
 
     def begin(self, kernel: Recordable) -> None:
-        """The next rounds are those of this kernel: same operations, other numbers."""
+        """Continue with this kernel, whose rounds have the same operations with other numbers."""
         for name, values in kernel.numbers().items():
             self.numbers[name].copy_(torch.tensor(values, dtype=torch.float64))
         self.given, self.rates = kernel, self.numbers["lr"].clone()
@@ -70,8 +70,8 @@ class Captured:
     def step(
         self, state: State, diverged_at: Tensor, splits: Splits | None
     ) -> tuple[Made, Seen | None]:
-        """The next round. The state that it leaves is valid until the next call, the outcome's
-        numbers per client stay valid."""
+        """The next round. The new state is valid until the next call; the outcome's losses, weights
+        and ids are copies."""
         t = state.round
         for mine, given in zip(self._fixed(), (diverged_at, *state.tensors()), strict=True):
             if mine is not given:
@@ -94,7 +94,7 @@ class Captured:
         return Made(self.state, self.diverged_at, outcome), seen
 
     def compute(self) -> Made:
-        """Changes nothing: it runs a few times before the recording."""
+        """Does not change the state: it is called a few times before the recording."""
         outcome, work = self.kernel.compute(self.state, LATER)
         optimiser = self.kernel.run.optimiser
         after = settle(self.state, self.diverged_at, outcome, self.names[0], optimiser)
@@ -132,7 +132,7 @@ class Captured:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """An older recording that Python happens to free while a new one is made spoils the new one."""
+    """Freeing an older CUDA graph during a recording would break the recording."""
     gc.collect()
     running = gc.isenabled()
     gc.disable()
@@ -144,12 +144,12 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def acts_alike(method: Method, t: int) -> bool:
-    """Whether round t may repeat the recorded one. A method with a schedule changes on the way."""
+    """Whether round t may repeat the recorded one: not if the method acts differently in it."""
     return t > 0 and method.at_round(t) is method
 
 
 def live_run(run: Run, names: Tensor, numbers: Mapping[str, Tensor]) -> Run:
-    """The same run, which reads its shuffles, its participants and its numbers from the device."""
+    """The same run with shuffles, participants and numbers read from tensors on the device."""
     after = 1 + len(run.schedule.keys(LATER))
     who = run.participation
     own = {name: value for name, value in numbers.items() if name != "lr"}
@@ -164,21 +164,21 @@ def live_run(run: Run, names: Tensor, numbers: Mapping[str, Tensor]) -> Run:
 
 
 def _names(run: Run, t: int) -> list[int]:
-    """What a recorded round reads from the device to be round t: the number of rounds done after
-    it, the names of its shuffles, and its participants if not everyone takes part."""
+    """The integers that a recorded round reads to compute round t: t + 1, the keys of its shuffles,
+    and the ids of its participants unless all clients take part."""
     who = run.participation
     ids = [] if who.everyone else who.of_round(t).tolist()
     return [t + 1, *run.schedule.keys(t), *ids]
 
 
 class Recordings:
-    """The last few captured rounds of this process, found again by what they compute."""
+    """The last few captured rounds of this process, by the operations that they compute."""
 
     def __init__(self) -> None:
         self.kept: OrderedDict[object, Captured] = OrderedDict()
 
     def find(self, kernel: Recordable, path: str, state: State, diverged_at: Tensor) -> Captured:
-        """`path`, and the number of clients per call that memory allows, choose the operations."""
+        """The recording for this kernel. Operations also depend on `path` and the chunk."""
         key = kernel.run.kind, path, kernel.run.chunk
         found = self.kept.pop(key, None)
         if found is None:
@@ -199,8 +199,8 @@ RECORDINGS = Recordings()
 def try_step(
     captured: Captured, state: State, diverged_at: Tensor, splits: Splits | None
 ) -> tuple[Made, Seen | None] | None:
-    """None if the round cannot be recorded, for example because a layer asks the host: rounds are
-    then computed one by one, more slowly, with the same result."""
+    """None if the round cannot be recorded, for example because a layer synchronises with the host:
+    rounds are then computed eagerly, more slowly, with the same result."""
     try:
         return captured.step(state, diverged_at, splits)
     except RuntimeError as error:

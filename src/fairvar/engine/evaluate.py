@@ -1,8 +1,7 @@
-"""Losses, accuracies and scores of every client: of one shared model, or of local models.
+"""Losses, accuracies and scores of every client: for one shared model, or for local models.
 
-Losses and accuracies are means over samples. The scores of other metrics are functions of all
-outputs of a client, which are kept until the client is complete: of one client at a time for a
-shared model, of a chunk of clients for local models.
+Losses and accuracies are means over samples. Other metrics are functions of all outputs of a
+client, so its outputs are kept until all are computed.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from fairvar.models.norm import plain_attention
 from fairvar.scores import ACCURACY, Metric
 from fairvar.tree import Inputs, Tree, map_inputs
 
-BLOCK = 256  # samples of a client that its local model sees at once
+BLOCK = 256  # samples per client in one call of its local model
 
 
 class Scores(NamedTuple):
-    """Means over a client's samples; NaN for a client without samples, or without classes. `score`
-    is by the metric of the run; NaN also where it is not defined for a client."""
+    """Means over a client's samples; NaN for a client without samples, and accuracies without
+    labels. `score` is by the run's metric; NaN where that is not defined for a client."""
 
     loss: Float64[Tensor, "*runs n"]
     accuracy: Float64[Tensor, "*runs n"]  # of sequences: over all their positions
@@ -36,7 +35,7 @@ class Scores(NamedTuple):
 
     @staticmethod
     def build(metric: Metric, loss: Tensor, accuracy: Tensor, made: Tensor | None) -> Scores:
-        """`made`: scores by the metric's function, of all outputs."""
+        """`made`: scores by the metric's function, if it needs all outputs."""
         if made is None:
             known = {"accuracy": accuracy, "loss": loss, "perplexity": loss.exp()}
             made = known.get(metric.name, torch.full_like(loss, torch.nan))
@@ -53,7 +52,7 @@ def needs_outputs(metric: Metric) -> bool:
 
 
 class ByFunction:
-    """Scores by a function, as the outputs of a shared model come in the order of the samples."""
+    """Scores by a function of all outputs of a client, which arrive in pieces."""
 
     def __init__(self, metric: Metric, split: Split) -> None:
         self.metric, self.split, self.waiting = metric, split, list[Tensor]()
@@ -70,7 +69,7 @@ class ByFunction:
 
 
 class Seen(NamedTuple):
-    """What an evaluated round shows of the clients: their updates and local models."""
+    """Observations of an evaluated round: the clients' updates, gradients and local models."""
 
     update_norm: Float64[Tensor, "*runs n"]  # ‖x^t − x_i‖; NaN for clients that took no part
     gradient_variance: Float64[Tensor, "*runs"]  # Σ r_i ‖∇f_i − ∇F‖² over the participants
@@ -85,8 +84,8 @@ def evaluate_shared(
     piece: int,
     cohort: Cohort | None = None,
 ) -> Scores:
-    """One model on the samples of all clients, pooled; `cohort`: of these clients only, whose
-    training split this is, without scores by a function."""
+    """One model on the samples of all clients, pooled. `cohort`: only these clients, on their
+    training split, without scores by a function."""
     place, rows, real = split.client, None, None
     counts, answers = split.counts_there, split.answers
     if cohort is not None and not cohort.everyone:
@@ -132,7 +131,7 @@ def evaluate_local(
 def _by_client(
     metric: Metric, blocks: list[Tensor], split: Split, ids: Int64[Tensor, " k"]
 ) -> Float64[Tensor, " k"]:
-    """By a function of the outputs of these clients, padded, in blocks along the second axis."""
+    """Scores by a function. The outputs of these clients are padded, in blocks along axis one."""
     found = torch.full(ids.shape, torch.nan, dtype=torch.float64)
     for place, client in enumerate(ids.tolist()):
         count = int(split.counts[client])
@@ -143,7 +142,7 @@ def _by_client(
 
 
 def _one_by_one(task: Task) -> Callable[[Tree, Tree, Inputs], Tensor]:
-    """For modules that vmap refuses, and where it is slower."""
+    """Client after client, for modules that vmap refuses and where it is slower."""
 
     def predict(params: Tree, buffers: Tree, x: Inputs) -> Tensor:
         def alone(i: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""Runs that differ in numbers and seeds only, trained together.
+"""Runs that differ only in numbers and seeds, trained together.
 
 Their models are affine and share the samples, so a round of all runs is a few products of large
-matrices (`linear.py`). With full batches all seeds do the same; runs that draw samples share them
-within a seed, and the seeds take turns.
+matrices (`kernels/linear`). Runs with mini-batches are computed together if they have the same
+seed; with full batches, batches do not depend on the seed.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Member:
 
     @property
     def going(self) -> bool:
-        """False for a run that is carried along to the end because others still train."""
+        """False for a run that has diverged while others of the grid still train."""
         return self.start is None or self.start.diverged_at == GOING
 
 
-# Copies of (outputs, samples) and of the parameters that a round holds at once, by counting.
+# Tensors of the shape (outputs, samples), and of the parameters, that a round holds at once.
 COLUMNS, COPIES = 10, 8
 
 
@@ -62,7 +62,7 @@ def train_grid(
     progress: Progress | None = None,
     keep: Keep | None = None,
 ) -> list[History]:
-    """The histories of the single runs, at evaluated rounds, within rounding."""
+    """The histories of the single runs at evaluated rounds, equal up to rounding."""
     started, rounds = time.perf_counter(), members[0].settings.rounds
     grid = Grid(members, federation, loss, when)
     with arithmetic(members[0].settings.precision, grid.run.device):
@@ -76,7 +76,7 @@ def train_grid(
 
 
 class Grid:
-    """The members, and those of them that draw the same batches in one kernel."""
+    """The members, with one kernel for those that draw the same batches."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class Grid:
 
 
 def trains_together(members: Sequence[Member], federation: Federation, loss: str) -> bool:
-    """Whether these runs may be given to `train_grid`, and gain by it."""
+    """Whether `train_grid` can train these runs, and is faster than one by one."""
     first = members[0]
     known = len(members) > 1 and loss in LOSSES and _alike(members)
     known &= first.method.personal is None  # each run would hold a model per client
@@ -158,7 +158,7 @@ def trains_together(members: Sequence[Member], federation: Federation, loss: str
 
 
 def members_that_fit(members: Sequence[Member], federation: Federation) -> int:
-    """How many such runs may train together in a fixed share of a machine's memory."""
+    """How many such runs fit a fixed memory budget together."""
     first = members[0]
     module = first.model if isinstance(first.model, nn.Module) else _build(first, federation)
     weight = next(module.parameters())
@@ -178,7 +178,7 @@ def _build(member: Member, federation: Federation) -> nn.Module:
 
 
 def _alike(members: Sequence[Member]) -> bool:
-    """They differ in numbers, learning rates and seeds only, and have done as many rounds."""
+    """Whether they differ only in numbers, learning rates and seeds, at the same round."""
 
     def kind(member: Member) -> tuple[object, ...]:
         model = member.model if isinstance(member.model, str) else repr(member.model)
@@ -189,7 +189,8 @@ def _alike(members: Sequence[Member]) -> bool:
 
 
 def _vmaps(run: Run, methods: list[Method]) -> bool:
-    """A method from elsewhere may decide by its numbers what to do; then each run needs its own."""
+    """Whether the method's functions work under vmap over the numbers. A third-party method may
+    branch on them."""
     numbers = {
         name: torch.tensor(
             [m.numbers[name] for m in methods], dtype=torch.float64, device=run.device
@@ -211,7 +212,7 @@ def _vmaps(run: Run, methods: list[Method]) -> bool:
 
 
 def _first_parameters(run: Run, member: Member) -> Tree:
-    """Only these differ between the members' models, so the others need not be checked again."""
+    """The member's initial parameters. All else of the model is that of the first member."""
     model = member.model
     if isinstance(model, str):
         shape, classes = run.federation.input_shape, run.federation.classes or 1

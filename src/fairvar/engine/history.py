@@ -1,4 +1,4 @@
-"""`History`: all that was observed in a run, for every client, named by its axes."""
+"""`History`: all observations of a run, for every client."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from fairvar.scores import ACCURACY, LOSS, Metric, metric_facts
 
 Key = tuple[str, str]  # (split, model): ("test", "global"), ("valid", "local"), …
 MODELS = ("global", "local", "personal")
-FACTS = ("rounds", "diverged_at", "stopped", "classifies")  # what a file has beside its tables
+FACTS = ("rounds", "diverged_at", "stopped", "classifies")  # stored with the tables
 BY_MODEL = ("accuracy", "evaluated_loss")  # quantities with a table for each (split, model)
-NOBODY = -1  # in place of the id of a participant that did not answer
+NO_REPLY = -1  # in place of the id of a participant that did not answer
 Tables = dict[str, Tensor]  # observations as flat tensors, named "loss", "accuracy/test/global", …
 
 
@@ -65,7 +65,7 @@ class Frame(dict[str, np.ndarray]):
 
 
 class Measured(dict[Key, Tensor]):
-    """Tables by (split, model); for one that is not there it says why."""
+    """Tables by (split, model); the error for a missing one says why it is missing."""
 
     def __init__(self, tables: Mapping[Key, Tensor], why: Callable[[object], str]) -> None:
         super().__init__(tables)
@@ -81,15 +81,15 @@ class Measured(dict[Key, Tensor]):
 
 @dataclass(frozen=True, repr=False)
 class History:
-    """Row r of `loss` and `weights` is round t = `observed[r]` (all rounds from 0 on or, if `state`
-    was given to `train`, from `state.round` on; read from a stored run, those that were evaluated).
-    Where some clients were drawn for each round, only theirs are kept: `participants`,
-    `participant_loss` and `participant_weights` (T, m); `loss` and `weights` (T, n) are then made
-    when they are asked for, with NaN and 0 for the other clients.
+    """Row r of `loss` and `weights` is round t = `observed[r]`: all rounds from 0 on or, if `state`
+    was given to `train`, from `state.round` on; of a stored run, the evaluated rounds. If clients
+    are sampled, the tables have only the participants' columns: `participants`, `participant_loss`
+    and `participant_weights` (T, m). `loss` and `weights` (T, n) are computed from them, with NaN
+    and 0 for the other clients.
 
-    Row e of an evaluated quantity was seen after `evaluated[e]` rounds. "global" is the shared
+    Row e of an evaluated quantity was measured after `evaluated[e]` rounds. "global" is the shared
     model x^{t+1}, "local" the client's x_i^{t+1} before aggregation, "personal" the model v_i^{t+1}
-    that the client keeps, where the method has such.
+    that the client keeps, if the method has personal models.
 
     Rounds are numbered from the first round of training. `rounds`, `exchanges` and the bytes count
     what this history covers: of a run that `train` continued from a state, the
@@ -116,9 +116,9 @@ class History:
     stopped: str | None = None  # why a callback ended the run before its last round
     provenance: Mapping[str, Any] = field(default_factory=dict)  # version, device, seed, wall time
     classifies: bool = True  # there are labels, so that accuracies can be measured
-    # Whose column it is, round by round; `NOBODY` if the client did not answer. None: client i's.
+    # The client of each column, round by round; `NO_REPLY` if it did not answer. None: client i.
     participants: Int64[Tensor, "T m"] | None = None
-    metric: Metric = ACCURACY  # by which clients are scored
+    metric: Metric = ACCURACY  # of the clients' scores
     own_score: Mapping[Key, Float64[Tensor, "E n"]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -152,8 +152,8 @@ class History:
         if self.participants is None:
             return values
         n = self.clients
-        table = values.new_full((len(values), n + 1), absent)  # column n: of `NOBODY`
-        places = torch.where(self.participants == NOBODY, n, self.participants)
+        table = values.new_full((len(values), n + 1), absent)  # column n: of `NO_REPLY`
+        places = torch.where(self.participants == NO_REPLY, n, self.participants)
         return table.scatter_(1, places, values)[:, :n]
 
     def at_evaluations(self) -> History:
@@ -175,7 +175,7 @@ class History:
         return f"<History: {text}{'; ' + why if why else ''}>"
 
     def _repr_html_(self) -> str:
-        """The scores at the last evaluation, and how those of the reported model came about."""
+        """The scores at the last evaluation, and a curve of the reported model's mean score."""
         named = {q: getattr(self, q) for q in BY_MODEL}
         scores = {self.metric.name: self.score, **named} if len(self.evaluated) else {}
         rows, lines = list[tuple[object, ...]](), dict[str, list[float]]()
@@ -254,7 +254,7 @@ class History:
         )
 
     def _why_not(self, quantity: str, key: object) -> str:
-        """Why a table is not there."""
+        """The reason why a table is missing."""
         there = getattr(self, quantity)
         named = isinstance(key, tuple) and all(isinstance(part, str) for part in key)
         if not (isinstance(key, tuple) and named and len(key) == 2):
@@ -336,7 +336,7 @@ class History:
         }
         for split, model, quantity, at, table, ids in blocks:
             clients = torch.arange(table.shape[1]).expand(table.shape) if ids is None else ids
-            there = (clients != NOBODY).numpy()
+            there = (clients != NO_REPLY).numpy()
             columns["round"].append(np.repeat(at.numpy(), there.sum(1)))
             columns["client"].append(clients.numpy()[there])
             columns["value"].append(table.numpy()[there])
@@ -388,11 +388,11 @@ def _counts(history: History) -> dict[str, list[int]]:
 
 
 def are_ids(table: Tensor, clients: int) -> bool:
-    """Whether its rows hold ids of clients, rising, and `NOBODY` after the last."""
-    if table.dtype != torch.int64 or bool(((table < NOBODY) | (table >= clients)).any()):
+    """Whether its rows hold ids of clients, rising, and `NO_REPLY` after the last."""
+    if table.dtype != torch.int64 or bool(((table < NO_REPLY) | (table >= clients)).any()):
         return False
     now, then = table[:, :-1], table[:, 1:]
-    return bool(((then == NOBODY) | ((now != NOBODY) & (then > now))).all())
+    return bool(((then == NO_REPLY) | ((now != NO_REPLY) & (then > now))).all())
 
 
 def history_from_tables(

@@ -84,8 +84,8 @@ def check_loss(loss: LossFunction, outputs: Tensor, targets: Tensor, classes: in
 
 
 def choose_metric(given: object, loss: str | LossFunction, classes: int | None) -> Metric:
-    """The metric that was asked for, if it fits the task; by default the accuracy of labels, or the
-    loss where there are none."""
+    """The requested metric, if it fits the task; by default the accuracy of labels, or the loss if
+    there are none."""
     if given is None:
         return LOSS if classes is None else ACCURACY
     metric = metric_of(given)
@@ -102,16 +102,16 @@ def choose_metric(given: object, loss: str | LossFunction, classes: int | None) 
 
 
 def has_answers(outputs: Tensor, targets: Tensor, classes: int | None) -> bool:
-    """Whether the largest outputs answer with a class for every label, so that accuracies can be
-    counted. (Labels of positions may be for a loss whose outputs are something else.)"""
+    """Whether there are outputs for the classes of every label, so that accuracies are defined.
+    (A loss of one's own may use labels of positions with outputs of another shape.)"""
     if classes is None or targets.dim() == 1:
         return classes is not None
     return outputs.shape[:-1] == targets.shape and outputs.shape[-1] >= classes
 
 
 def _check_prediction(loss: LossFunction, outputs: Tensor, classes: int) -> None:
-    """Accuracy is the share of samples whose label has the largest output: one output per class.
-    (For the cross-entropy further outputs are classes that the data lack.)"""
+    """Refuse outputs without one column per class, from which accuracies are computed. (With the
+    cross-entropy, more outputs are classes that do not occur in the data.)"""
     width = outputs.shape[1] if outputs.dim() == 2 else 0
     fits = width >= classes if loss is cross_entropy else width == classes > 1
     if fits:

@@ -1,5 +1,5 @@
-"""Clients that join after training: how well a trained model serves them, as it is and after some
-local steps from it. Federations grow, and fairness to those who trained says little about others.
+"""Evaluation on clients that join after training: of the global model, and of the models after some
+local steps from it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The server's optimiser: what becomes of the method's update Δ before x ← x − step.
+"""The server optimiser, which turns the method's update Δ into the step of x ← x − step.
 
-It acts in one place, `state.advance`, for all kernels, grids and deployments.
+It is applied in `state.advance`, for all kernels, grids and deployments.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ServerOptimiser(Checked, frozen=True):
                v ← β2 v + (1 − β2) Δ²
 
     m starts at 0 and v at τ²; there is no correction of the bias, as in the paper. "sgd" with
-    lr = 1 and β1 = 0, its defaults, is no optimiser, bit for bit. "adam" needs lr; by default
-    β1 = 0.9, β2 = 0.99, τ = 1e-3. Buffers are averaged as ever.
+    lr = 1 and β1 = 0, its defaults, gives the same bits as no optimiser. "adam" needs lr; by
+    default β1 = 0.9, β2 = 0.99, τ = 1e-3. Buffers are averaged without the optimiser.
     """
 
     __where__: ClassVar[str | None] = "train.server"
@@ -69,7 +69,7 @@ class ServerOptimiser(Checked, frozen=True):
         return moments
 
     def step(self, update: Tree, moments: Tree | None) -> tuple[Tree, Tree | None]:
-        """What x loses, and the moments for the next round. (Any number of runs at once.)"""
+        """The step, x ← x − step, and the moments for the next round, of any number of runs."""
         if moments is None:
             return update, None
         step, after = dict[str, Tensor](), dict[str, Tensor]()
@@ -93,7 +93,7 @@ PLAIN = ServerOptimiser()
 
 
 def check_optimiser(optimiser: ServerOptimiser, method: Method) -> None:
-    """Refuse what would not be the method any more."""
+    """Refuse an optimiser with methods whose definition fixes the server's step."""
     if optimiser.is_plain:
         return
     why = None

@@ -1,4 +1,4 @@
-"""What is observed of R runs: per round, at evaluated rounds, and as the tables of a History."""
+"""Observations of R runs: per round, at evaluated rounds, and as the tables of a History."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fairvar.engine.batches import Participation
 from fairvar.engine.evaluate import Scores, Seen
 from fairvar.engine.history import (
     MODELS,
-    NOBODY,
+    NO_REPLY,
     History,
     Key,
     Tables,
@@ -40,12 +40,12 @@ class Checkpoint(NamedTuple):
 
     @property
     def diverged_at(self) -> int:
-        """Of a run that is carried along to the end because others still train."""
+        """The round in which the run diverged, while others of its grid still train; or GOING."""
         return int((self.tables or {}).get("diverged_at", torch.tensor(GOING)))
 
 
 class Evaluation(NamedTuple):
-    """Of all runs after a round; NaN for clients without samples, and what was not observed."""
+    """An evaluation of all runs; NaN for clients without samples and for what was not measured."""
 
     scores: dict[Key, Scores]
     gradient_variance: Float64[Tensor, " runs"]
@@ -53,8 +53,8 @@ class Evaluation(NamedTuple):
 
     @staticmethod
     def build(scores: Mapping[Key, Scores], seen: Seen | None, loss: Tensor, n: int) -> Evaluation:
-        """`scores` of global and personal models of n clients; `loss` gives the runs and the device
-        of what was not observed."""
+        """`scores` of global and personal models of n clients; `loss` gives the number of runs and
+        the device."""
         local = {} if seen is None else seen.local
         found = {**scores, **{(split, "local"): table for split, table in local.items()}}
         splits = dict.fromkeys(split for split, _ in scores)
@@ -66,8 +66,8 @@ class Evaluation(NamedTuple):
         return Evaluation(scores, nothing[:, 0], nothing)
 
     def is_finite(self, all_answer: bool) -> Bool[Tensor, " runs"]:
-        """False where a model is so far off that its losses overflow. Where all clients answer, a
-        global model without a single loss has overflowed too."""
+        """False for runs whose losses overflow. If all clients answer, a missing loss of all
+        clients is an overflow too."""
         fine = ~torch.isinf(self.update_norm).any(1)
         for (split, model), scores in self.scores.items():
             fine &= ~torch.isinf(scores.loss).any(1)
@@ -81,12 +81,13 @@ class Evaluation(NamedTuple):
 
 @dataclass
 class Recorder:
-    """Keeps everything on the runs' device until it is asked for tables.
+    """Keeps observations on the runs' device until tables are requested.
 
-    A single run keeps every round. Runs of a grid keep evaluated rounds: a grid has thousands.
-    Where some of the clients are drawn for each round, rows of losses and weights are theirs alone
-    (m columns, and their ids in a third table): what a round costs must not grow with all clients.
-    A participant that did not answer leaves a column with the id `NOBODY`, loss NaN and weight 0.
+    Of a single run every round is recorded, of the runs of a grid only evaluated rounds, because a
+    grid has thousands of runs. If clients are sampled, rows of losses and weights have one column
+    per participant (their ids are a third table), so that the cost of a round does not grow with
+    the number of clients. A participant that did not answer has the id `NO_REPLY`, loss NaN and
+    weight 0.
     """
 
     run: Run  # of the first; all have its model and its clients
@@ -98,14 +99,14 @@ class Recorder:
     evaluations: list[tuple[int, Evaluation]] = field(default_factory=list)
 
     def write(self, t: int, outcome: Outcome) -> None:
-        """Round t of all runs; for runs that had diverged, the rows are left out later."""
+        """Record round t of all runs; `tables` leaves out the rows of diverged runs."""
         loss, weights, ids = outcome.loss, outcome.weights.expand_as(outcome.loss), outcome.answered
         who = self.run.participation
         if ids is not None and len(ids) < who.number:
             place = ids if who.everyone else torch.arange(len(ids), device=ids.device)
             loss = _placed(loss, place, who.number, torch.nan)
             weights = _placed(weights, place, who.number, 0.0)
-            ids = _placed(ids, place, who.number, NOBODY)
+            ids = _placed(ids, place, who.number, NO_REPLY)
         drawn = None if who.everyone or ids is None else ids.expand(loss.shape)
         self.rounds.append((t, loss, weights, outcome.ascended, drawn))
 
@@ -113,8 +114,8 @@ class Recorder:
         self.evaluations.append((rounds_done, evaluation))
 
     def tables(self, diverged_at: Sequence[int], done: Sequence[int]) -> list[Tables]:
-        """All observations of each run as flat tensors: the content of a checkpoint and of a
-        History. `done`: the rounds behind each run."""
+        """All observations of each run as flat tensors, for checkpoints and histories. `done`: the
+        rounds that each run has done."""
         whole, ends = self._whole(), [_end(t) for t in diverged_at]
         observed = torch.tensor([t for t, *_ in self.rounds], dtype=torch.int64)
         evaluated = torch.tensor([t for t, _ in self.evaluations], dtype=torch.int64)
@@ -174,7 +175,7 @@ class Recorder:
         """Of run r, whose last checkpoint is `made`."""
         state, tables, diverged_at = made.state, made.tables or {}, made.diverged_at
         if diverged_at == GOING and not is_finite(state.params):
-            diverged_at = state.round  # in the last round, where no evaluation has seen it
+            diverged_at = state.round  # in a last round that was not evaluated
         rounds, observed = len(tables["loss"]), tables["evaluated"] - 1
         if self.every_round:
             observed = torch.arange(state.round - rounds, state.round)
@@ -225,7 +226,7 @@ def _continued(before: Tables, new: Tables, who: Participation) -> Tables:
 
 
 def scored_keys(splits: Sequence[str], when: EvaluateSettings, method: Method) -> list[Key]:
-    """What an evaluation scores."""
+    """The (split, model) pairs of an evaluation."""
     asked = {"global": True, "local": when.local, "personal": method.personal is not None}
     return [(split, model) for split in splits for model in MODELS if asked[model]]
 
@@ -237,8 +238,8 @@ def check_tables(
     metric: Metric,
     every_round: bool = True,
 ) -> None:
-    """Whether the tables of a checkpoint are what a run would have written that scores these splits
-    and models. They come from files."""
+    """Refuse a checkpoint's tables unless they have the shapes of a run that scores these splits
+    and models. They are read from files."""
     tables, rounds = start.tables, start.state.round
     if tables is None:
         return

@@ -1,4 +1,4 @@
-"""`Run`: all that stays fixed while a model is trained, and how work is cut to fit memory."""
+"""`Run`: everything that is fixed during training, and how work is split to fit memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from fairvar.models.norm import twice_differentiable
 from fairvar.process import peak_bytes
 from fairvar.tree import Tree, size
 
-# Clients are vectorised in whole tiles. Calls narrower than this make torch choose other kernels on
-# the CPU, and the last bits of float32 results then depend on how the work was cut (measured).
+# Clients are vectorised in whole tiles. For narrower calls torch chooses other kernels on the CPU,
+# and the last bits of float32 results would depend on the chunks (measured).
 TILE = 8
-MOST_SHAPES = 8  # for which a GPU tries all its kernels
+MOST_SHAPES = 8  # cuDNN tries its kernels for up to this many shapes
 
 
 @dataclass(frozen=True)
@@ -43,25 +43,26 @@ class Run:
     clip_norm: float | None
     chunk: int  # clients per vectorised call, a multiple of TILE
     piece: int  # samples per pooled call
-    graphs_fit: bool  # whether all pieces of a round may wait for their backward pass
+    graphs_fit: bool  # whether the autograd graphs of all pieces of a round fit in memory
     block: int  # samples per block of the blocked path
     participation: Participation
     precision: str  # of products inside the model
     share: Float64[Tensor, " m"]  # of all clients, or of those in `drawn`
     ids: Int64[Tensor, " m"]
     optimiser: ServerOptimiser = PLAIN  # of the server
-    compiles: bool = False  # local steps of clients with models of their own
+    compiles: bool = False  # local steps are compiled
     kind: object = None  # equal for runs whose rounds consist of the same operations
-    drawn: Cohort | None = None  # who takes part in a round; None: all
+    drawn: Cohort | None = None  # the participants of a round; None: all clients
 
     @property
     def clients(self) -> int:
-        """All of the federation, present or not."""
+        """The number of clients of the federation."""
         return self.federation.clients
 
     @property
     def samples(self) -> dict[str, Tensor]:
-        """Answers of each client, by split: its samples, or the positions of its sequences."""
+        """Number of labels of each client, by split: of its samples, or of positions in
+        sequences."""
         return {name: split.answers.cpu() for name, split in self.federation.splits.items()}
 
     @property
@@ -70,7 +71,7 @@ class Run:
 
     @cached_property
     def personal(self) -> Run:
-        """The run of the clients' personal models."""
+        """The run that trains the personal models."""
         work, schedule = self.method.personal, self.schedule
         assert work is not None
         if work.steps is not None:
@@ -99,7 +100,7 @@ class Run:
         return replace(self, share=share, ids=cohort.ids, drawn=cohort)
 
     def server(self, t: int) -> Aggregator:
-        """Of the clients that `of_round` has left, with the method as it acts in round t."""
+        """For the clients of this round (`of_round`), with the method as it acts in round t."""
         return Aggregator(
             self.method.at_round(t),
             self.share,
@@ -118,8 +119,8 @@ class Run:
 
     @property
     def few_shapes(self) -> bool:
-        """A GPU may try its kernels. Not with ragged clients, where every step has another shape:
-        73 steps took 50 s to try on an H200."""
+        """Whether cuDNN may benchmark its kernels: not with ragged clients, where every step has
+        another shape (73 steps took 50 s on an H200)."""
         return self.shapes_stay and len(set(self.schedule.steps)) <= MOST_SHAPES
 
     @property
@@ -129,17 +130,17 @@ class Run:
         return self.participation.everyone or alike
 
     def kernels(self) -> AbstractContextManager[None]:
-        """For passes that are differentiated twice."""
+        """Context for passes that are differentiated twice."""
         twice = self.method.uses_curvature
         return twice_differentiable(self.task.original) if twice else nullcontext()
 
     @property
     def blocks_at_once(self) -> int | None:
-        """As for pooled pieces: a CPU computes more blocks than its caches hold more slowly."""
+        """Limited on a CPU, as for pooled pieces: more blocks than fit its caches are slower."""
         return None if self.device.type == "cuda" else whole_tiles(self.piece // self.block)
 
     def chunks(self) -> list[tuple[int, int]]:
-        """Ranges of `cohort.order`, cut at whole tiles; the last takes the rest."""
+        """Ranges of `cohort.order` of whole tiles; the last also has the remainder."""
         present = len(self.ids)
         cuts = list(range(0, present, self.chunk))
         if len(cuts) > 1 and present - cuts[-1] < TILE:
@@ -149,9 +150,8 @@ class Run:
 
 @contextmanager
 def arithmetic(precision: str, device: torch.device, tries: bool = True) -> Iterator[None]:
-    """How a GPU multiplies: exactly as asked for. (By default torch lets convolutions round their
-    inputs to TF32.) Kernels are chosen by trying them where `tries`, which pays after a few
-    rounds."""
+    """Set the precision of a GPU's products. (By default torch rounds the inputs of convolutions to
+    TF32.) `tries`: let cuDNN benchmark its kernels, which pays after a few rounds."""
     if device.type != "cuda":
         yield
         return
@@ -170,9 +170,9 @@ def whole_tiles(clients: int) -> int:
 
 
 def pooled_piece(task: Task, x: Tensor) -> int:
-    """Samples per pooled call: on a CPU what its caches like (measured: 1.4 to 2 times faster than
-    all at once), on a GPU as much as fits. On a CPU it is a fixed number: sums over the batch are
-    made inside the kernels, so the cut decides the last bits and must not vary."""
+    """Samples per pooled call: on a CPU as many as fit its caches (measured: 1.4 to 2 times faster
+    than all at once), on a GPU as many as fit its memory. The number for CPUs is fixed, because
+    torch sums over the batch, so the last bits depend on it."""
     budget = _graph_budget(x) if x.is_cuda else 24 << 20
     return max(32, budget // (task.activations * _itemsize(task.params)))
 
@@ -207,7 +207,8 @@ def block_width(task: Task, x: Tensor, lengths: list[int]) -> int:
 
 
 def fits_blocked(task: Task, x: Tensor, lengths: list[int], width: int) -> bool:
-    """Whether all block gradients may be held at once. A fixed limit: it decides the last bits."""
+    """Whether all block gradients fit in memory. The limit is fixed, because the last bits depend
+    on the path."""
     blocks = sum(-(-length // width) for length in lengths)
     activations = 6 * blocks * width * task.activations
     floats = 3 * (blocks + len(lengths)) * size(task.params) + activations
@@ -215,8 +216,8 @@ def fits_blocked(task: Task, x: Tensor, lengths: list[int], width: int) -> bool:
 
 
 def chunk_for_memory(task: Task, x: Tensor, width: int, curvature: bool) -> int:
-    """Clients per vectorised call that fit a share of the free memory (results stay the same).
-    Where clients train in turn, a few models at a time stay in memory that is used again."""
+    """Clients per vectorised call that fit a share of the free memory (results do not change). If
+    clients train in turn, few models at a time, so that memory is reused."""
     if task.in_turn:
         return whole_tiles(torch.get_num_threads())
     copies, passes = (8, 6) if curvature else (5, 3)  # of the parameters; of the activations
@@ -227,7 +228,7 @@ def chunk_for_memory(task: Task, x: Tensor, width: int, curvature: bool) -> int:
 
 
 def peak_megabytes(device: torch.device) -> int | None:
-    """The most memory that this process has held so far: on the GPU if it uses one."""
+    """Peak memory of this process, on the GPU if the run uses one."""
     if device.type == "cuda":
         return round(torch.cuda.max_memory_reserved(device) / 1e6)
     peak = peak_bytes()

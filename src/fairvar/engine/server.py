@@ -1,8 +1,8 @@
-"""The server's half of a round: losses → weights → normaliser → Outcome, for one run or many.
+"""The server's half of a round, for one run or many: `weigh`, then `finish`.
 
     x ← x − Σ_i w_i (x − x_i) / normaliser − κ η g
 
-Every kernel and every deployment computes Σ_i w_i (x − x_i) in its own way; all else is here.
+Every kernel and every deployment computes Σ_i w_i (x − x_i) in its own way, between the two.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Memory, Method, Replies
 from fairvar.tree import Tree, gram, squared_norm, stack, subtract, tree_map, typed_as, weighted_sum
 
-Limit = Callable[[Tensor], Tensor]  # the weights, none of them too large
+Limit = Callable[[Tensor], Tensor]  # weights → weights within a limit
 Combine = Callable[[Tensor, Tree], Tree]  # (weights, a tree with the clients first) → one tree
+# (w_i / normaliser, normaliser) → Σ_i w_i (x − x_i) / normaliser
+Total = Callable[[Tensor, Tensor | float], Tree]
 
 
 @dataclass(frozen=True)
 class Aggregator:
     """The functions of a method for the participants of one round.
 
-    Without `runs` all tables are those of one run. With it they have the run as first axis, and
-    several runs have `numbers` of their own.
+    Without `runs`, tables are those of one run. With it, they have the run as first axis, and
+    `numbers` holds the methods' numbers of each run.
     """
 
     method: Method  # as it acts in this round; of several runs, that of the first
     share: Float64[Tensor, " m"]  # the plain weights r_i of the participants
     ids: Int64[Tensor, " m"]
-    clients: int  # all of the federation, present or not
+    clients: int  # of the federation
     runs: int | None = None
     numbers: dict[str, Float64[Tensor, " runs"]] = field(default_factory=dict)
     everyone: bool = False  # `ids` are all clients in their order
@@ -58,7 +60,7 @@ class Aggregator:
 
     @cached_property
     def curvature(self) -> Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float:
-        """γ; of a captured run a single tensor."""
+        """γ; of a captured run a tensor."""
         return self._of_each(lambda method: method.curvature)
 
     @cached_property
@@ -95,7 +97,8 @@ class Aggregator:
     def broadcast(
         self, loss: Float64[Tensor, " m"]
     ) -> tuple[Float64[Tensor, ""], Float64[Tensor, " m"]]:
-        """a, and the weights of the clients in g. Grids know those of plain means only."""
+        """a, and the weights of the clients' gradients in g. Not for grids, whose methods send
+        plain means."""
         return self.method.broadcast(self._replies(loss))
 
     def term(self, loss: Float64[Tensor, " m"]) -> Float64[Tensor, ""]:
@@ -103,7 +106,7 @@ class Aggregator:
         return torch.as_tensor(self.method.server_term(self._replies(loss)), dtype=loss.dtype)
 
     def with_term(
-        self, update: Tree, loss: Float64[Tensor, " m"], lr: float | Tensor, g: Tree | None
+        self, update: Tree, loss: Float64[Tensor, "*runs m"], lr: float | Tensor, g: Tree | None
     ) -> Tree:
         """The update with the server's own step κ η g."""
         if self.method.broadcasts_means or g is None:
@@ -117,8 +120,8 @@ class Aggregator:
         loss: Float64[Tensor, "*runs m"],
         gram: Float64[Tensor, "m m"] | None = None,
     ) -> tuple[Float64[Tensor, "*runs m"], Memory]:
-        """w_i, not yet divided by the normaliser, and the method's memory for the next round. Runs
-        of a grid have no Gram matrix."""
+        """w_i, not yet divided by the normaliser, and the method's memory for the next round. There
+        is no Gram matrix for the runs of a grid."""
 
         def weigh(method: Method, memory: Memory, loss: Tensor) -> tuple[Tensor, Memory]:
             return method.weigh(memory, self._replies(loss)._replace(gram=gram))
@@ -129,12 +132,15 @@ class Aggregator:
     def normaliser(
         self,
         loss: Float64[Tensor, "*runs m"],
-        squared_norms: Float64[Tensor, "*runs m"],
+        squared_norms: Float64[Tensor, "*runs m"] | None,
         lr: Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float,
     ) -> Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float:
-        """What the weighted sum of updates is divided by; of several runs, (runs, 1)."""
+        """What the weighted sum of updates is divided by; of several runs, (runs, 1). The norms are
+        zero for methods that do not use them."""
         if type(self.method).normaliser is Method.normaliser:
             return 1.0
+        if squared_norms is None:
+            squared_norms = torch.zeros_like(loss)
 
         def normaliser(method: Method, loss: Tensor, norms: Tensor, lr: Tensor | float) -> Tensor:
             found = method.normaliser(self._replies(loss), norms, lr)
@@ -143,21 +149,37 @@ class Aggregator:
         found: Tensor = self.each(normaliser, loss, squared_norms, lr)
         return found if self.runs is None else found.reshape(-1, 1)
 
-    def outcome(
+    def finish(
         self,
-        update: Tree,
+        total: Total,
         loss: Float64[Tensor, "*runs m"],
         weights: Float64[Tensor, "*runs m"],
         memory: Memory,
+        *,
+        lr: Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float,
         buffers: Tree,
         own: Float64[Tensor, "*runs m"] | None,
         mean_gradient: Tree | None,
         mean_loss: Tensor | None = None,
+        squared_norms: Float64[Tensor, "*runs m"] | None = None,
+        normaliser: Tensor | None = None,
+        g: Tree | None = None,
     ) -> Outcome:
-        """`weights` are divided by the normaliser already; `own` are the factors of the clients'
-        own gradients (None: one; NaN: only the client knows it)."""
+        """The last part of every round: normaliser → update, with the server's own step → Outcome.
+
+        `weights` and `memory` are those of `weigh`. `total` computes the update, because each
+        kernel divides by the normaliser where that costs it least. `own`: the factors of the
+        clients' own gradients (None: one; NaN: only the client knows it). `squared_norms`:
+        ‖x − x_i‖², where the method uses them. `normaliser`: if it is known already. `g`: what the
+        clients received, for methods whose server takes a step along it.
+        """
+        if normaliser is None:
+            divisor = self.normaliser(loss, squared_norms, lr)
+            weights = weights / divisor if isinstance(divisor, Tensor) else weights
+        else:
+            divisor = normaliser
         return Outcome(
-            update=update,
+            update=self.with_term(total(weights, divisor), loss, lr, g),
             buffers=buffers,
             memory=memory,
             loss=loss,
@@ -175,9 +197,9 @@ class Aggregator:
 
 
 class Answers(NamedTuple):
-    """Of m clients that were computed one by one, in the order of their ids."""
+    """Results of m clients that were computed one by one, ids rising."""
 
-    loss: Float64[Tensor, " m"]  # f_i(x^t); nan where the method does not ask for it
+    loss: Float64[Tensor, " m"]  # f_i(x^t); NaN if the method does not use it
     params: list[Tree]  # x_i
     buffers: list[Tree]
     own: Float64[Tensor, " m"]  # the factors of their own gradients
@@ -194,33 +216,35 @@ def aggregate(
     combine: Combine = weighted_sum,
     g: Tree | None = None,
 ) -> Outcome:
-    """Of models that the server has one by one: the reference loop's, and a federation's. `g` is
-    what the clients got, `mean_gradient` what the next round needs."""
+    """The outcome from single local models, of the reference loop or a deployment. `g`: what the
+    clients received; `mean_gradient`: for the next round."""
     updates = [subtract(state.x, params) for params in answers.params]
     products = gram(stack(updates)) if server.method.uses_gram else None
     weights, memory = server.weigh(state.memory, answers.loss, products)
     if products is not None:
         limit = _by_length(limit, products)
     norms = torch.stack([squared_norm(u) for u in updates]).double()
-    weights = limit(weights) / server.normaliser(answers.loss, norms, lr)
     buffers = stack(answers.buffers) if state.buffers else {}
-    # In float64, whatever the buffers are: batch norm also counts.
+    # In float64, because batch norm's counters are integers.
     mean = combine(server.share, {k: v.double() for k, v in buffers.items()})
-    return server.outcome(
-        server.with_term(combine(weights, stack(updates)), answers.loss, lr, g),
+    return server.finish(
+        lambda divided, _: combine(divided, stack(updates)),
         answers.loss,
-        weights,
+        limit(weights),
         memory,
-        typed_as(mean, buffers),
-        answers.own,
-        mean_gradient,
-        mean_loss,
+        lr=lr,
+        buffers=typed_as(mean, buffers),
+        own=answers.own,
+        mean_gradient=mean_gradient,
+        mean_loss=mean_loss,
+        squared_norms=norms,
+        g=g,
     )
 
 
 def _by_length(limit: Limit, gram: Float64[Tensor, "m m"]) -> Limit:
-    """Limits the parts w_i ‖x − x_i‖ in the place of w_i: weights from products may undo the
-    lengths of the updates, and a short update then has a large weight."""
+    """Limits w_i ‖x − x_i‖ instead of w_i: methods that weigh by products of updates may normalise
+    their lengths, so that a short update has a large weight."""
     length = gram.diagonal().sqrt()
 
     def limited(weights: Tensor) -> Tensor:
@@ -237,7 +261,7 @@ def _like(value: Tensor | float, other: Tensor) -> Tensor:
 
 
 def _drop(value: Any) -> Any:
-    """Without the axis of runs; numbers have none."""
+    """Without the axis of runs, which floats do not have."""
     if isinstance(value, dict):
         return {name: leaf[0] for name, leaf in value.items()}
     return value[0] if isinstance(value, Tensor) and value.dim() else value

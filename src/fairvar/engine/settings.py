@@ -1,4 +1,4 @@
-"""The numbers of a training run, checked in one place for Python and configuration files."""
+"""Settings of a training run, checked here for the Python interface and configuration files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LrSchedule(Checked, frozen=True):
         cosine     least + (1 − least) (1 + cos(π s)) / 2,   s = (t − w) / (T − w)
         step       decay ^ ⌊(t − w) / every⌋;   every = 1 is exponential decay
 
-    With "cosine" a run of fewer rounds is not the beginning of a longer one.
+    With "cosine" the learning rates depend on the total number of rounds.
     """
 
     __where__: ClassVar[str | None] = "train.schedule"
@@ -56,7 +56,7 @@ CONSTANT = LrSchedule()
 
 
 class TrainSettings(Checked, frozen=True, kw_only=True):
-    """How much work a round is, and where it runs. See `fairvar.train` for the meaning of each."""
+    """Local work, participation, device and path of a run. `fairvar.train` explains each field."""
 
     __where__: ClassVar[str | None] = "train"
 
@@ -70,18 +70,18 @@ class TrainSettings(Checked, frozen=True, kw_only=True):
     clip_norm: Positive | None = None
     weight_decay: NonNegative = 0.0
     momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0  # over the local steps of a round
-    server: ServerOptimiser = PLAIN  # what becomes of the method's update
+    server: ServerOptimiser = PLAIN  # applied to the method's update
     participation: Share | None = None  # of the clients in a round; None: all
     participants: Count | None = None  # the same as a number
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     dtype: Literal["float32", "float64"] = "float32"
-    precision: Literal["full", "tf32", "bfloat16"] = "full"  # of products inside; never silently
+    precision: Literal["full", "tf32", "bfloat16"] = "full"  # of products in training passes
     device: str = "cpu"
     engine: Literal["auto", "reference", "pooled", "blocked", "vmapped", "linear"] = "auto"
     chunk: Count | None = None
-    capture: bool | None = None  # record rounds and repeat them: by default on CUDA where possible
-    compile: Literal["auto"] | bool = "auto"  # local steps: on CUDA where the time saved repays it
-    threads: Threads = 1  # per run; the last bits may depend on it. Several runs at once fill a CPU
+    capture: bool | None = None  # record rounds as CUDA graphs; by default wherever possible
+    compile: Literal["auto"] | bool = "auto"  # compile local steps; "auto": where it pays
+    threads: Threads = 1  # per run; the last bits may depend on it
 
     def check(self) -> None:
         if not re.fullmatch(r"(cpu|cuda|mps|xpu)(:[0-9]{1,4})?", self.device):
@@ -101,20 +101,20 @@ class TrainSettings(Checked, frozen=True, kw_only=True):
 
 
 class EvaluateSettings(Checked, frozen=True, kw_only=True):
-    """When and on what all clients are evaluated."""
+    """When and on which splits all clients are evaluated."""
 
     __where__: ClassVar[str | None] = "evaluate"
 
     every: Count = 10
     splits: tuple[Literal["train", "valid", "test"], ...] = ("valid", "test")
     local: bool = True  # evaluate local models as well as the global one
-    # Of each client: a name, "package.module:metric" or, in Python, a Metric. None: the accuracy of
-    # labels, the loss where there are none.
+    # The clients' score: a name, "package.module:metric" or, in Python, a Metric. None: accuracy
+    # for labels, the loss otherwise.
     metric: Any = None
 
     def check(self) -> None:
         if isinstance(self.metric, str) and ":" in self.metric:
-            return  # imported where it is used: reports read stored runs without it
+            return  # imported later, because reports read stored runs without it
         if self.metric is not None:
             metric_of(self.metric)
 
@@ -122,6 +122,6 @@ class EvaluateSettings(Checked, frozen=True, kw_only=True):
 def kind_of(settings: TrainSettings, method: Method, *rest: object) -> tuple[object, ...]:
     """Equal for runs that differ only in the number of rounds, the learning rate, the seed and the
     numbers of the method: their rounds consist of the same operations. A batch of a sweep, a grid
-    and a recorded round each require this key, with their data and model in `rest`."""
+    and a recorded round use this key, with data and model in `rest`."""
     bare = msgspec.structs.replace(settings, rounds=1, lr=1.0, seed=0)
     return bare, type(method), repr(method.form), *rest

@@ -1,4 +1,4 @@
-"""`State`: all that changes between rounds. `Outcome`: what one round produced."""
+"""`State`: everything that changes between rounds. `Outcome`: the result of one round."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class State:
     buffers: Tree  # batch-norm statistics
     memory: Memory  # the method's own server-side tensors
     mean_loss: Tensor  # a: zero until the first report
-    mean_gradient: Tree | None  # g for the next round, where a method uses the previous one
-    iterate: Tree | None = None  # x^t, where the resulting model is an average of iterates
+    mean_gradient: Tree | None  # g for the next round, if the method uses it
+    iterate: Tree | None = None  # x^t, if the resulting model is an average of iterates
     # v_i: parameters and buffers of every client's personal model, the client as first axis.
     personal: Tree | None = None
     moments: Tree | None = None  # of the server's optimiser
@@ -93,7 +93,7 @@ class State:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the server knows after a round: x^{t+1} = x^t − update, without a server optimiser."""
+    """The result of a round on the server: x^{t+1} = x^t − update, without a server optimiser."""
 
     update: Tree
     buffers: Tree
@@ -104,17 +104,12 @@ class Outcome:
     mean_gradient: Tree | None
     ascended: Tensor  # share of clients whose own gradient had a negative factor
     answered: Tensor | None = None  # (m,) ids of those that took part; None: all clients
-    finite: Tensor | None = None  # what the kernel says; None: what the losses say
+    losses_known: bool = True  # False: clients need not send them
     personal: Tree | None = None  # the clients' personal models after the round
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Outcome:
         """The same outcome with every tensor over runs replaced."""
         return replace(self, **_mapped(self, function))
-
-    @property
-    def fine(self) -> Bool[Tensor, "*runs"]:
-        """Whether all losses that were seen are finite, run by run, on the device."""
-        return torch.isfinite(self.loss).all(-1) if self.finite is None else self.finite
 
 
 def _mapped(
@@ -135,7 +130,7 @@ def _mapped(
 
 
 def no_state(rounds: int) -> State:
-    """In the place of one that was not kept."""
+    """The state of a run whose tensors were not kept."""
     return State(rounds, {}, {}, {}, torch.zeros((), dtype=torch.float64), None)
 
 
@@ -162,12 +157,12 @@ def initial_state(
 
 
 def first_run(leaf: Tensor) -> Tensor:
-    """Without the axis of runs, where there is one run."""
+    """Remove the axis of a single run."""
     return leaf[0]
 
 
 def one_run(leaf: Tensor) -> Tensor:
-    """With an axis of one run."""
+    """Add the axis of a single run."""
     return leaf[None]
 
 
@@ -177,14 +172,13 @@ def stack_states(states: Sequence[State]) -> State:
 
 
 class DoesNotFit(BadInput):
-    """A state or a checkpoint cannot be continued by the run at hand."""
+    """The run cannot continue from this state or checkpoint."""
 
 
 def check_fits(state: State, fresh: State, rounds: int) -> State:
-    """Refuse a state that a run of so many rounds which would start from `fresh` cannot continue.
-
-    Returns it with its tensors in the order of `fresh`: norms are sums in this order, and a stored
-    state has another one."""
+    """Raise `DoesNotFit` unless a run of so many rounds, with initial state `fresh`, can continue
+    from this state. Returns it with its tensors in the order of `fresh`: norms are sums in this
+    order, and a stored state has another one."""
     if not 0 <= state.round <= rounds:
         raise DoesNotFit(f"the state has {state.round} rounds behind it, of {rounds}")
     check_state(state, fresh)
@@ -193,7 +187,7 @@ def check_fits(state: State, fresh: State, rounds: int) -> State:
 
 
 def check_state(state: State, fresh: State) -> None:
-    """Refuse a state that a run which would start from `fresh` cannot continue."""
+    """Raise `DoesNotFit` unless a run with initial state `fresh` can continue from this state."""
     if not state.params:
         raise DoesNotFit("the state holds no model: the run was condensed; run it again")
     for group in ("params", "buffers"):
@@ -238,19 +232,33 @@ def settle(
     done: int | Tensor,
     optimiser: ServerOptimiser = PLAIN,
 ) -> tuple[State, Int64[Tensor, " runs"]]:
-    """All runs after a round, of which `done` are done then. A run that diverges in it, or did so
-    before, keeps the state that it had."""
-    going, fine = diverged_at == GOING, outcome.fine
+    """States and divergence of all runs after a round, when `done` rounds are done. A run that
+    diverges in it, or did so before, keeps the state that it had."""
     rounds = done.double() if isinstance(done, Tensor) else None
     after = advance(state, outcome, rounds, optimiser)
+    going, fine = diverged_at == GOING, stays_finite(outcome, after)
     kept = going & fine
     if isinstance(done, int) and not kept.is_cuda and bool(kept.all()):
-        return after, diverged_at  # the usual case, where asking costs little
+        return after, diverged_at  # the usual case; on a CPU this test is cheap
 
     def choose(new: Tensor, old: Tensor) -> Tensor:
         return torch.where(kept.reshape(-1, *[1] * (new.dim() - 1)), new, old)
 
     return after.map(choose, state), torch.where(going & ~fine, done - 1, diverged_at)
+
+
+def stays_finite(outcome: Outcome, after: State) -> Bool[Tensor, " runs"]:
+    """The test for divergence of every round, run by run and on the device: finite losses and
+    personal models or, where losses are not known, a finite global model."""
+    if not outcome.losses_known:
+        return _finite_runs(after.params)
+    fine = torch.isfinite(outcome.loss).all(-1)
+    return fine if outcome.personal is None else fine & _finite_runs(outcome.personal)
+
+
+def _finite_runs(tree: Tree) -> Bool[Tensor, " runs"]:
+    found = [torch.isfinite(leaf).reshape(len(leaf), -1).all(1) for leaf in tree.values()]
+    return torch.stack(found).all(0)
 
 
 def advance(
@@ -259,9 +267,10 @@ def advance(
     rounds: Tensor | None = None,
     optimiser: ServerOptimiser = PLAIN,
 ) -> State:
-    """The state after the round; a method that averages its iterates keeps the last one aside.
+    """The state after the round; for methods that average their iterates, `iterate` is the last
+    one.
 
-    A captured round finds the number of rounds done after it in a tensor, `rounds`."""
+    `rounds`: of a captured round, the number of rounds done after it, as a tensor."""
     t = state.round + 1 if rounds is None else rounds
     update, moments = optimiser.step(outcome.update, state.moments)
     x = subtract(state.x, update)

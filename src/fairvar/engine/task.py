@@ -21,7 +21,7 @@ from fairvar.engine.losses import (
 from fairvar.engine.settings import TrainSettings
 from fairvar.errors import BadInput, cause
 from fairvar.models import Problem, build
-from fairvar.models.check import Findings, examine, tells_all
+from fairvar.models.check import Findings, examine, repr_is_complete
 from fairvar.models.norm import apply, call, dropout_layers, swap_batch_norm, swap_dropout
 from fairvar.models.plain import plain_layers, swap_convolutions
 from fairvar.scores import ACCURACY, Metric
@@ -30,8 +30,8 @@ from fairvar.tree import Inputs, Tree, input_parts, map_inputs
 
 @dataclass(frozen=True)
 class Task:
-    """`original` is the user's module (a copy, with dropout by hash); the others have batch norm in
-    plain operations."""
+    """`original` is a copy of the user's module with keyed dropout; in `training` and `evaluating`
+    batch norm is replaced as well (`models/norm.py`)."""
 
     original: nn.Module
     training: nn.Module
@@ -40,18 +40,18 @@ class Task:
     params: Tree  # initial trainable parameters
     buffers: Tree  # initial buffers
     batch_norm: bool
-    dropout: bool  # it has dropout
+    dropout: bool  # the model has dropout
     classifies: bool
     loop_only: tuple[str, ...]  # why the module cannot be vectorised; empty if it can
     half: bool = False  # training passes in bfloat16 (parameters and losses stay as they are)
-    reverse_over_forward: bool = True  # gives the right second derivatives
+    reverse_over_forward: bool = True  # whether it gives the right second derivatives
     moving_buffers: bool = False  # a training pass changes buffers that are not batch norm's
-    activations: int = 1  # floats that one sample leaves in the outputs of the model's layers
-    metric: Metric = ACCURACY  # by which clients are scored
+    activations: int = 1  # floats in the outputs of all layers for one sample
+    metric: Metric = ACCURACY  # of the clients' scores
 
     @cached_property
     def apart(self) -> Task:
-        """The same task for clients that have parameters, or gradients, of their own."""
+        """The same task for clients with separate parameters or gradients."""
         if not products_pay(self):
             return self
         training, evaluating = (swap_convolutions(m) for m in (self.training, self.evaluating))
@@ -59,14 +59,14 @@ class Task:
 
     @cached_property
     def plain(self) -> Task:
-        """The same task with layers in plain operations, for a compiler."""
+        """The same task with layers in plain operations, for torch.compile."""
         training, evaluating = (plain_layers(m) for m in (self.training, self.evaluating))
         return replace(self, training=training, evaluating=evaluating)
 
     @cached_property
     def in_turn(self) -> bool:
-        """Clients with models of their own are computed one after the other: convolutions on a CPU.
-        (Under vmap they are grouped convolutions: two to three times slower there.)"""
+        """Whether local models are trained one after another: models with convolutions on a CPU,
+        where grouped convolutions, as vmap makes them, take two to three times as long."""
         return self.convolves and next(iter(self.params.values())).device.type == "cpu"
 
     @cached_property
@@ -74,7 +74,7 @@ class Task:
         return [self]
 
     def copies(self, number: int) -> list[Task]:
-        """This task and others like it, for as many threads."""
+        """This task and copies of it, one for each thread."""
         while len(self._copies) < number:
             self._copies.append(replace(self, training=copy.deepcopy(self.training)))
         return self._copies[:number]
@@ -93,7 +93,7 @@ class Task:
         """Equal for models that differ in the values of their parameters only."""
         module = self.original
         shapes = tuple((k, v.shape, v.dtype) for k, v in self.params.items())
-        known = repr(module) if tells_all(module) else id(module)
+        known = repr(module) if repr_is_complete(module) else id(module)
         return known, shapes, self.loss, self.metric
 
     def sample_losses(self, params: Tree, buffers: Tree, batch: Batch) -> tuple[Tensor, Tree]:
@@ -119,25 +119,25 @@ class Task:
         """Evaluation mode."""
         if not self.loop_only:
             return call(self.evaluating, params, buffers, x)[0]
-        module = copy.deepcopy(self.evaluating)  # it may be none that torch.func takes
+        module = copy.deepcopy(self.evaluating)  # torch.func may not support it
         module.load_state_dict({**params, **buffers}, strict=False)
         outputs: Tensor = apply(module, x)
         return outputs
 
 
 def split_model(task: Task, model: Tree) -> tuple[Tree, Tree]:
-    """Parameters and buffers of a model that is one tree; leaves may have the client first."""
+    """Split one tree into parameters and buffers; leaves may have the client as first axis."""
     return {k: model[k] for k in task.params}, {k: model[k] for k in task.buffers}
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """The same images with the channels next to each other in memory, which convolutions prefer:
-    up to 1.6 times faster on a CPU, 1.7 times for MobileNetV2 on a GPU."""
+    """The same images in the channels-last memory format: convolutions are up to 1.6 times faster
+    on a CPU, 1.7 times for MobileNetV2 on a GPU."""
     return x.movedim(-3, -1).contiguous().movedim(-1, -3) if x.dim() >= 4 else x
 
 
 def products_pay(task: Task) -> bool:
-    """Convolutions as products: a GPU's gain. A CPU takes two to three times as long with them."""
+    """Whether convolutions as matrix products are faster: on a GPU, not on a CPU."""
     return next(iter(task.params.values())).is_cuda
 
 
@@ -145,8 +145,8 @@ _FOUND: dict[object, Findings] = {}
 
 
 def _examined(module: nn.Module, sample: Inputs, curvature: bool) -> Findings:
-    """Once for each kind of model: a sweep prepares the same one again and again."""
-    if not tells_all(module):
+    """`examine`, once for each kind of model, because a sweep prepares the same one repeatedly."""
+    if not repr_is_complete(module):
         return examine(module, sample, curvature=curvature)
     trained = tuple(p.requires_grad for p in module.parameters())
     outline = str(map_inputs(lambda part: (part.shape, part.dtype, part.device), sample))
@@ -157,7 +157,7 @@ def _examined(module: nn.Module, sample: Inputs, curvature: bool) -> Findings:
 
 
 def _examined_alone(module: nn.Module, sample: Inputs, curvature: bool) -> Findings:
-    """Quicker, and then the model must never be given several clients at once."""
+    """`examine` without the tests under vmap; the model is then trained client by client."""
     found = examine(module, sample, together=False, curvature=curvature)
     untried = Problem("was not tried on several clients at once", fatal=False)
     return Findings([*found.problems, untried])
@@ -216,7 +216,7 @@ def make_task(
 
 
 def _placed(model: nn.Module | str, federation: Federation, settings: TrainSettings) -> nn.Module:
-    """A copy of the model where the data are, in the precision that was asked for."""
+    """A copy of the model on the data's device, in the run's dtype."""
     if isinstance(model, str) and not isinstance(federation.train.x, Tensor):
         raise BadInput(f"model {model!r} takes one input, but samples have several; give a module")
     if isinstance(model, str):
@@ -231,7 +231,7 @@ def _placed(model: nn.Module | str, federation: Federation, settings: TrainSetti
 
 
 def _moves_buffers(task: Task, sample: Inputs) -> bool:
-    """Whether a training pass gives some buffer a new value, without batch norm."""
+    """Whether a training pass changes buffers of a model without batch norm."""
     if task.batch_norm or task.loop_only or not task.buffers:
         return False
     after = call(task.training, task.params, task.buffers, sample)[1]
@@ -239,7 +239,7 @@ def _moves_buffers(task: Task, sample: Inputs) -> bool:
 
 
 def _activation_floats(task: Task, x: Inputs) -> int:
-    """Floats that one sample leaves in the outputs of the model's layers, by one forward pass."""
+    """Floats in the outputs of all layers for one sample, counted in a forward pass."""
     module, total = task.evaluating, 0
 
     def count(_module: nn.Module, _inputs: object, output: object) -> None:

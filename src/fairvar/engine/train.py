@@ -1,4 +1,4 @@
-"""The round loop: one call trains a model with a method on a federation and returns its History."""
+"""`train`: checks the settings, chooses the kernel, runs the trainer and returns a History."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from fairvar.scores import Metric
 from fairvar.tree import one_input
 
 DEFAULT = EvaluateSettings()
-_LOOKED_AT: WeakSet[Federation] = WeakSet()  # federations whose scale was looked at
+_SCALE_CHECKED: WeakSet[Federation] = WeakSet()  # warned once about the scale of their inputs
 
 
 def train(
@@ -103,7 +103,7 @@ def train(
     """Train `model` on `federation` with `method`; by default all clients take part.
 
     model: a module (copied, never changed) or a name from `fairvar.models.MODELS`.
-    rounds: in all; those that `state` has behind it count.
+    rounds: in total, including those of `state`.
     schedule: of the learning rate over the rounds, such as LrSchedule("cosine", warm_up=10); it is
     constant by default, and within a round.
     batch_size: samples per local step; None takes all of a client's samples.
@@ -118,17 +118,17 @@ def train(
     metric: by which clients are scored: "accuracy" (of labels, the default), "balanced_accuracy",
     "auc", "f1", "rmse", "r2", "loss" (the default of other targets), "perplexity", or a function of
     one client's outputs and targets: Metric(function, higher_is_better=True).
-    clip_norm: cut each client's direction to this norm (off by default); as in torch, before weight
-    decay and momentum (and before the proximal term of FedProx) are added.
+    clip_norm: clip each client's direction to this norm (off by default); as in torch, before
+    weight decay, momentum and the proximal term of FedProx are added.
     weight_decay, momentum: those of `torch.optim.SGD` in local steps. Momentum starts from zero in
     every round, so it changes nothing where a client takes one step.
     server: the server's optimiser, such as ServerOptimiser("sgd", beta1=0.9) (FedAvgM) or
-    ServerOptimiser("adam", lr=0.01) (FedAdam); by default the method's update is taken as it is.
-    participation, participants: share or number of clients drawn for each round, by default all
-    (`engine/batches.py` says what averages then mean); some of them on every path but linear.
+    ServerOptimiser("adam", lr=0.01) (FedAdam); by default the method's update is not changed.
+    participation, participants: share or number of clients sampled in each round, by default all
+    (see `engine/batches.py` for the averages); the linear path needs all.
     chunk: clients per vectorised call, by default what fits in memory; results do not change.
     precision: "tf32" or "bfloat16" rounds the inputs of products in training to gain speed.
-    capture: record a round once and repeat it; by default on CUDA, where launching costs most.
+    capture: record a round once as a CUDA graph and repeat it; by default on CUDA.
     compile: compile the local steps, which takes minutes; "auto" does so on CUDA for models with
     depthwise convolutions where several local steps of all rounds save more than that.
     state: continue from here: an earlier history with the same method, or its `state`.
@@ -177,8 +177,8 @@ def train(
         metric=metric,
     )
     start = None if state is None else _checked_start(state, rounds)
-    if federation not in _LOOKED_AT:  # once for each federation
-        _LOOKED_AT.add(federation)
+    if federation not in _SCALE_CHECKED:
+        _SCALE_CHECKED.add(federation)
         if problem := federation.scale_problem:
             warnings.warn(problem, stacklevel=2)
     watching = check_callbacks(callbacks)
@@ -240,7 +240,7 @@ def run_rounds(
 
 @dataclass
 class Prepared:
-    """A run before its first round: data on the device, model and options checked, path chosen."""
+    """A prepared run: data on the device, model and options checked, path chosen."""
 
     run: Run
     path: str
@@ -265,7 +265,7 @@ class Prepared:
         when: EvaluateSettings = DEFAULT,
         start: Checkpoint | None = None,
     ) -> Runs:
-        """The run on its way, from its beginning or from a checkpoint."""
+        """The run for the trainer, from its initial state or from a checkpoint."""
         run, fresh = self.run, self.start()
         splits = tuple(s for s in when.splits if s in run.federation.splits)
         if start is not None:
@@ -289,8 +289,8 @@ def prepare(
     alone: bool = False,
     metric: object = None,
 ) -> Prepared:
-    """All that happens once. For those who drive the rounds themselves, such as the benchmark.
-    `alone`: on the reference loop, for one client or none."""
+    """Everything before the first round; also for callers with a round loop of their own, such as
+    the benchmark. `alone`: on the reference loop, for at most one client."""
     data = on_device(federation, _device(settings.device), getattr(torch, settings.dtype))
     task = make_task(model, data, loss, settings, method.uses_curvature, alone, metric)
     run = _make_run(task, data, method, settings)
@@ -320,15 +320,15 @@ def wants_capture(settings: TrainSettings, run: Run) -> bool:
     wanted = run.device.type == "cuda" if settings.capture is None else settings.capture
     repeats = run.shapes_stay and acts_alike(run.method, LATER)
     if (own := run.method.personal) is not None:
-        # A recorded round has the shuffles of the shared steps, and follows a schedule of one rate.
+        # A recorded round has the shuffles of the shared model's steps and one learning rate.
         repeats &= own.steps is None and (own.lr is None or run.lr_schedule == CONSTANT)
     return wanted and repeats and not run.method.looks_at_values
 
 
 @lru_cache(maxsize=2)
 def on_device(federation: Federation, device: torch.device, dtype: torch.dtype) -> Federation:
-    """One copy for all runs of a sweep: moving data sets takes longer than many rounds, and what
-    was captured for one run belongs to these tensors."""
+    """One copy for all runs of a sweep: moving data takes longer than many rounds, and captured
+    rounds refer to these tensors."""
     return federation.to(device, dtype)
 
 
@@ -439,7 +439,7 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
 
 
 def provenance(prepared: Prepared, settings: TrainSettings, seconds: float) -> dict[str, object]:
-    """Where a result comes from."""
+    """The provenance of a result: versions, device, dtype, seed, path and time."""
     run, on_gpu = prepared.run, prepared.run.device.type == "cuda"
     names = list(run.federation.client_names)
     return {

@@ -1,18 +1,18 @@
-"""The only round loop. A single run, a grid of runs and a federation of remote clients pass here.
+"""The round loop of single runs, grids of runs and deployments.
 
 One round t of the runs that a kernel carries:
 
     outcome, seen = kernel.round(state, t, splits)    clients train, the server aggregates
-    state = settle(state, outcome)                    x ← x − update, or what the server's optimiser
-                                                      makes of it; diverged runs stay as they are
+    state = settle(state, outcome)                    x ← x − update, through the server optimiser;
+                                                      diverged runs keep their state
     recorder.write(outcome)                           losses and weights
     if the round is evaluated:
         kernel.scores(state)                          the new global (and personal) models
         recorder.write_evaluation(…, seen)            with what the round showed of local models
-    keep(checkpoints), progress(t + 1, rounds)        as the caller wishes; STOP ends the run here
+    keep(checkpoints), progress(t + 1, rounds)        of the caller; STOP ends the run here
 
-In states, outcomes and tables the run is the first axis. Rows never mix, so a run that diverges
-does not disturb the others; its later rows are left out of its tables.
+In states, outcomes and tables the run is the first axis. No operation mixes runs, so a run that
+diverges does not change the others; its later rows are left out of its tables.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def train_rounds(
     progress: Progress | None = None,
     keep: Keep | None = None,
 ) -> None:
-    """All rounds of all parts, which take turns; `every`: how many rounds make an evaluation.
+    """Train all parts, round by round, and evaluate after every `every` rounds and the last.
 
-    After every round `keep` may ask for checkpoints, in the order of the parts and their runs.
-    `progress` may return STOP to end the run here, as its last round would.
+    After every round `keep` may request checkpoints, in the order of the parts and their runs.
+    `progress` may return STOP to make this round the last one.
     """
     for t in range(max(part.first_round for part in parts), rounds):
         due = (t + 1) % every == 0 or t + 1 == rounds
@@ -61,7 +61,7 @@ def train_rounds(
 
 
 class Runs:
-    """The runs that one kernel carries, on their way."""
+    """The runs of one kernel: their state, recorder and captured round."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class Runs:
         every_round: bool = True,
         all_answer: bool = True,
     ) -> None:
-        """`starts`: where each run begins or continues; `local`: evaluate local models too;
+        """`starts`: initial states or checkpoints; `local`: evaluate local models too;
         `every_round`: record all rounds, not only evaluated ones; `all_answer`: every client with
-        samples has scores (a remote client may be silent)."""
+        samples has scores (a remote client may not answer)."""
         going = [start.state.round for start in starts if start.diverged_at == GOING]
         self.first_round = max(going, default=max(start.state.round for start in starts))
         self.kernel, self.splits, self.local = kernel, splits, local
@@ -104,7 +104,7 @@ class Runs:
             self._evaluate(outcome, seen)
 
     def _round(self, t: int, splits: Splits | None) -> tuple[Outcome, Seen | None]:
-        """Moves `state` and `diverged_at` on."""
+        """Compute round t and update `state` and `diverged_at`."""
         if self._repeats(t, splits):
             assert self.captured is not None
             found = try_step(self.captured, self.state, self.diverged_at, splits)
@@ -135,7 +135,7 @@ class Runs:
         self.recorder.write_evaluation(done, evaluation)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Of each run: its own state, as a single run would have left it, and its tables."""
+        """Of each run: its state, as of a single run, and its tables."""
         diverged = self.diverged_at.tolist()
         done = [self.state.round if d == GOING else d for d in diverged]
         states = [self._state_of(r, rounds) for r, rounds in enumerate(done)]

@@ -1,4 +1,4 @@
-"""The registry of methods, and everything that the author of a method imports.
+"""The registry and catalogue of methods, and everything that the author of a method imports.
 
     from fairvar.methods import Memory, Method, Positive, Replies, register
 
@@ -7,7 +7,9 @@ Adding a method: a file here and a line below, or `register` from outside (docs/
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import msgspec
 
 from fairvar.errors import LONGEST, BadInput, plain
 from fairvar.methods.aaggff import AAggFF
@@ -44,10 +46,11 @@ from fairvar.validation import Count, Fraction, NonNegative, Positive, Share
 METHODS: dict[str, type[Method]] = {}
 
 M = TypeVar("M", bound=type[Method])
+_EXAMPLE_FLOATS = 1_000_000  # any number far above the few scalars
 
 
 def register(kind: M) -> M:
-    """Make a method known by its tag: to configuration files, the command line and the tests."""
+    """Add a method under its tag, for configuration files, the command line and the tests."""
     tag = kind.__struct_config__.tag
     if not isinstance(tag, str):
         raise BadInput(f'{kind.__name__} has no name; write class {kind.__name__}(..., tag="…")')
@@ -65,8 +68,45 @@ def register(kind: M) -> M:
 
 
 def _origin(kind: type[Method]) -> tuple[str, str]:
-    """Which class it is: the same one again, from a cell of a notebook, replaces the old."""
+    """The name of the class: a class defined again, in a notebook, replaces the old one."""
     return kind.__module__, kind.__qualname__
+
+
+def catalogue() -> list[dict[str, Any]]:
+    """What each registered method is, costs and reveals, as plain data: one entry per method and,
+    if it has one, for its exact variant."""
+    entries = []
+    for name, kind in METHODS.items():
+        needed = [f.name for f in msgspec.structs.fields(kind) if f.required]
+        plain = kind(**dict.fromkeys(needed, 0.1))
+        entries.append(_entry(name, plain))
+        if hasattr(plain, "exact"):
+            entries.append(_entry(name, msgspec.structs.replace(plain, exact=True)))
+    return entries
+
+
+def _entry(name: str, method: Method) -> dict[str, Any]:
+    traffic, fields = method.traffic(_EXAMPLE_FLOATS), msgspec.structs.fields(method)
+    return {
+        "name": name,
+        "label": method.label,
+        "reference": method.reference,
+        "when": method.when,
+        "exchanges": traffic.exchanges,
+        "down": _floats(traffic.floats_down),
+        "up": _floats(traffic.floats_up),
+        "reveals": list(method.reveals),
+        "sums_suffice": method.sums_suffice,
+        "curvature": method.uses_curvature,
+        "options": {f.name: "needed" if f.required else f.default for f in fields},
+        "equation": (type(method).__doc__ or "").strip().partition("\n")[0],
+    }
+
+
+def _floats(count: int) -> str:
+    """1,000,001 → "d + 1s"."""
+    models, scalars = divmod(count, _EXAMPLE_FLOATS)
+    return f"{'' if models == 1 else models}d" + (f" + {scalars}s" if scalars else "")
 
 
 BUILT_IN = (

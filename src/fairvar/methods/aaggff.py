@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import log, sqrt
 from typing import ClassVar, Literal
 
@@ -10,18 +11,32 @@ from torch import Tensor
 
 from fairvar.errors import RunFailed
 from fairvar.methods.base import LossData, Memory, Method, Replies
-from fairvar.methods.response import response
 from fairvar.methods.simplex import (
     distance_from_minimum,
     enough_iterations,
     minimise_quadratic,
 )
 
-# The variances of the responses, summed over the rounds, for which the weights are exact to
-# rounding: 2000 rounds of responses as far apart as the logistic function allows (0.06 a round).
-# Beyond, every iteration gains less; `check_memory` would notice.
+# Up to this sum over rounds of the responses' variances the weights are exact to rounding: 2000
+# rounds of the largest variance of the logistic function (0.06). Beyond it the solver converges
+# more slowly, and `check_memory` raises if the weights are too far from their minimum.
 VARIANCES = 120.0
-FAR = 1e-6  # a distance from the minimum that is no rounding
+FAR = 1e-6  # a distance from the minimum larger than rounding
+
+CDFS: dict[str, Callable[[Tensor], Tensor]] = {
+    "weibull": lambda z: 1 - torch.exp(-(z**2)),
+    "exponential": lambda z: 1 - torch.exp(-z),
+    "frechet": lambda z: torch.exp(-1 / z),
+    "normal": lambda z: 0.5 * (1 + torch.erf((z - 1) / sqrt(2))),  # the authors' code has erfc
+    "gumbel": lambda z: torch.exp(-torch.exp(-(z - 1))),
+    "logistic": lambda z: torch.sigmoid(z - 1),
+}
+
+
+def response(loss: Tensor, cdf: str) -> Tensor:
+    """The clients' losses mapped to [0, 1], increasing in the loss: CDF(f_i / mean f)."""
+    mean = loss.mean()
+    return CDFS[cdf](torch.where(mean > 0, loss / mean, 1.0))
 
 
 class AAggFF(Method, frozen=True, tag="aaggff"):

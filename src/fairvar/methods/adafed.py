@@ -37,7 +37,7 @@ class AdaFed(Method, frozen=True, tag="adafed"):
 
     @property
     def looks_at_values(self) -> bool:
-        return True  # torch asks the host whether the eigenvalues of K were found
+        return True  # torch's eigh synchronises with the host
 
     def weigh(self, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
         assert replies.gram is not None

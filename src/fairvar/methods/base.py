@@ -1,11 +1,11 @@
-"""What a method is: a frozen value with hyper-parameters and a few pure functions on tensors.
+"""`Method`: a frozen value with hyper-parameters and a few pure functions on tensors.
 
 Every method of the paper fits one round:
 
     client  d_i = own_i ∇f_i + shared_i g + γ ∇²f_i (∇f_i − g) + pull (x_i − x),   x_i ← x_i − η d_i
     server  x ← x − Σ_i w_i (x − x_i) / normaliser − κ η g
 
-A method says what is special about it: `coefficients` (own, shared) from the client's loss,
+A method overrides what differs from FedAvg: `coefficients` (own, shared) from the client's loss,
 `curvature` γ, `pull` towards the global model, `weigh` for the server's weights w, and which
 averages (a = mean loss, g = mean gradient) it needs. Reference loop, vectorised engine and
 deployment all run these functions.
@@ -32,17 +32,17 @@ Memory = dict[str, Tensor]
 
 
 class Replies(NamedTuple):
-    """What the server knows when it weighs the clients that answered (m of `clients`)."""
+    """The input of `weigh`, over the m clients that answered (of `clients`)."""
 
     loss: Float64[Tensor, " m"]  # f_i(x^t)
     share: Float64[Tensor, " m"]  # the plain weights r_i, summing to one
     ids: Int64[Tensor, " m"]
-    clients: int  # all clients of the federation, present or not
+    clients: int  # of the federation
     gram: Float64[Tensor, "m m"] | None = None  # ⟨x − x_i, x − x_j⟩, for methods that use it
 
 
 class Traffic(NamedTuple):
-    """What one client and the server send each other in one round."""
+    """Floats between the server and one client in one round."""
 
     exchanges: int
     floats_down: int
@@ -50,8 +50,8 @@ class Traffic(NamedTuple):
 
 
 class Personal(NamedTuple):
-    """How a client trains its personal model v_i: as `method` trains a local model in this round,
-    on the same batches and pulled to the received x^t, but from where v_i was."""
+    """How a client trains its personal model v_i: by the local steps of `method` on the round's
+    batches, with the proximal term to the received x^t, starting from v_i."""
 
     method: Method
     lr: float | Tensor | None = None  # None: that of the shared model
@@ -69,9 +69,9 @@ class Method(Checked, frozen=True, tag_field="name"):
     reference: ClassVar[str] = ""  # the paper, for `fairvar methods`
     when: ClassVar[str] = ""  # in one line, when to choose it
     sends: ClassVar[tuple[str, ...]] = ("model update",)  # what a client computes and sends
-    each_separately: ClassVar[bool] = False  # the server needs every client's value by itself
+    each_separately: ClassVar[bool] = False  # sums over clients are not enough for the server
     fairness_knob: ClassVar[str | None] = None  # the field that trades accuracy for fairness
-    version: ClassVar[int] = 1  # raised when a built-in method computes other numbers than before
+    version: ClassVar[int] = 1  # increased when the results of a built-in method change
 
     uses_mean_loss: ClassVar[bool] = False  # the server broadcasts a = Σ r_i f_i
     uses_mean_gradient: ClassVar[bool] = False  # … and g = Σ r_i ∇f_i
@@ -81,13 +81,13 @@ class Method(Checked, frozen=True, tag_field="name"):
 
     @property
     def reveals(self) -> tuple[str, ...]:
-        """What the server gets to see of a client."""
+        """What the server receives from a client."""
         by_size = self.client_weights == "size"
         return (*self.sends, "number of samples") if by_size else self.sends
 
     @property
     def sums_suffice(self) -> bool:
-        """Whether sums over clients are enough, so that secure aggregation could carry them."""
+        """Whether sums over clients are enough for the server, as in secure aggregation."""
         return not self.each_separately
 
     @property
@@ -102,7 +102,7 @@ class Method(Checked, frozen=True, tag_field="name"):
 
     @property
     def averages_gradients(self) -> bool:
-        """The mean gradient that is sent is a moving average over rounds (`ema`)."""
+        """The server sends a moving average of mean gradients over rounds (`ema`)."""
         return getattr(self, "ema", None) is not None
 
     @property
@@ -112,7 +112,7 @@ class Method(Checked, frozen=True, tag_field="name"):
 
     @property
     def penalises_some(self) -> bool:
-        """The curvature term contains some parameters only (`only`)."""
+        """Only some parameters are part of the curvature term (`only`)."""
         return getattr(self, "only", None) is not None
 
     @property
@@ -128,12 +128,12 @@ class Method(Checked, frozen=True, tag_field="name"):
 
     @property
     def personal(self) -> Personal | None:
-        """How clients train personal models, which stay with them; None: there are none."""
+        """How clients train personal models, which they keep; None: there are none."""
         return None
 
     @property
     def reported_model(self) -> str:
-        """The model that clients use in the end, by which the method is chosen and reported."""
+        """The model whose scores are reported and used for selection."""
         return "global" if self.personal is None else "personal"
 
     @property
@@ -182,13 +182,13 @@ class Method(Checked, frozen=True, tag_field="name"):
 
     @property
     def is_blind(self) -> bool:
-        """Its weights and coefficients are the plain ones, whatever the losses."""
+        """Its weights and coefficients do not depend on the losses."""
         kind = type(self)
         return kind.weigh is Method.weigh and kind.coefficients is Method.coefficients
 
     @property
     def broadcasts_means(self) -> bool:
-        """What is sent are plain means, and the server takes no step of its own."""
+        """The server sends plain means, and takes no step along g itself."""
         kind = type(self)
         return kind.broadcast is Method.broadcast and kind.server_term is Method.server_term
 
@@ -201,28 +201,28 @@ class Method(Checked, frozen=True, tag_field="name"):
 
     @property
     def looks_at_values(self) -> bool:
-        """Its functions decide by values how many operations to do (a solver that iterates until it
-        settles): a GPU then cannot record a round and repeat it."""
+        """The number of operations depends on values (as in a solver that iterates to convergence),
+        so a round cannot be recorded as a CUDA graph."""
         return False
 
     # -- runs that differ in numbers only ------------------------------------------------------
     @property
     def numbers(self) -> dict[str, float]:
-        """The fields that are real numbers: strengths and step lengths, whatever they are called.
+        """The fields that are floats, such as strengths and step lengths.
 
-        Runs of a grid differ in these. The functions below therefore must not branch on them."""
+        Runs of a grid differ in these, so the functions below must not branch on them."""
         found = {name: getattr(self, name) for name in self.__struct_fields__}
         return {name: value for name, value in found.items() if isinstance(value, float)}
 
     @property
     def form(self) -> tuple[object, ...]:
-        """All that decides which operations a round consists of: everything but the numbers."""
+        """Everything that decides the operations of a round: the class and all other fields."""
         rest = [getattr(self, f) for f in self.__struct_fields__ if f not in self.numbers]
         return type(self), *rest, self.uses_curvature, self.uses_pull
 
     def with_numbers(self, numbers: Mapping[str, float | Tensor]) -> Method:
-        """The same method with tensors for numbers: values that a GPU reads when it gets there, or
-        one per run under `vmap`. Internal; skips validation."""
+        """The same method with tensors as numbers: of a captured round, or one per run under
+        `vmap`. Internal; skips validation."""
         other = copy.copy(self)
         for name, value in numbers.items():
             msgspec.structs.force_setattr(other, name, value)
@@ -236,19 +236,19 @@ class Method(Checked, frozen=True, tag_field="name"):
         return counts / counts.sum()
 
     def initial_memory(self, clients: int) -> Memory:
-        """What the server carries from round to round, in addition to a and g."""
+        """The server's memory between rounds, in addition to a and g."""
         return {}
 
     def check_memory(self, memory: Memory) -> None:
-        """Called after every evaluated round (leaves may have a leading axis of runs), for what a
-        recorded round cannot check: raise `RunFailed` if the memory is not what it should be."""
+        """Raise `RunFailed` if the memory is invalid. Called after every evaluated round, because a
+        recorded round cannot raise; leaves may have a leading axis of runs."""
 
     def at_round(self, t: int) -> Method:
         """The method as it acts in round t (a warm start may differ in round 0)."""
         return self
 
     def smoothed(self, before: Tree | None, fresh: Tree) -> Tree:
-        """g from the g of the round before and the mean gradient of this one."""
+        """g, from the previous round's g and this round's mean gradient."""
         return fresh
 
     def penalised(self, away: Tree) -> Tree:
@@ -265,8 +265,8 @@ class Method(Checked, frozen=True, tag_field="name"):
         return 1.0, 0.0
 
     def broadcast(self, replies: Replies) -> tuple[Float64[Tensor, ""], Float64[Tensor, " m"]]:
-        """What an exact method sends before training: the number a that `coefficients` gets, and
-        the weights of the clients' gradients in g. By default a = Σ r_i f_i, and r."""
+        """Of exact methods, before training: a for `coefficients`, and the weights of the clients'
+        gradients in g. By default a = Σ r_i f_i, and r."""
         return replies.share @ replies.loss, replies.share
 
     def weigh(self, memory: Memory, replies: Replies) -> tuple[Float64[Tensor, " m"], Memory]:
@@ -280,7 +280,7 @@ class Method(Checked, frozen=True, tag_field="name"):
         return 1.0
 
     def server_term(self, replies: Replies) -> Float64[Tensor, ""] | float:
-        """κ of exact methods: the server itself takes the step κ η g."""
+        """κ of exact methods: the server adds the step κ η g."""
         return 0.0
 
     def traffic(self, parameters: int, buffers: int = 0) -> Traffic:

@@ -11,7 +11,7 @@ from fairvar.methods.base import LossData, Memory, Method, Replies
 from fairvar.validation import Fraction
 
 ROUNDING = 1e-9  # 10 · (1 − 0.7) is a little more than 3
-VANISHED = 1e-15  # a squared length, as a share of the updates' mean one, that is rounding
+VANISHED = 1e-15  # squared lengths below this share of the updates' mean are rounding
 
 
 class FedFV(Method, frozen=True, tag="fedfv"):

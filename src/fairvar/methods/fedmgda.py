@@ -13,7 +13,7 @@ from fairvar.methods.simplex import minimise_within
 from fairvar.validation import Fraction, Positive, Share
 
 NO_UPDATE = 1e-12  # an update shorter than this share of the longest has no direction
-SMALLEST = 1e-300  # a step that has decayed
+SMALLEST = 1e-300  # least step after decay
 
 
 class FedMGDA(Method, frozen=True, tag="fedmgda"):
@@ -43,7 +43,7 @@ class FedMGDA(Method, frozen=True, tag="fedmgda"):
 
     @property
     def looks_at_values(self) -> bool:
-        return True  # the quadratic program iterates until it settles
+        return True  # the quadratic program is solved to convergence
 
     def at_round(self, t: int) -> FedMGDA:
         if self.decay == 1:

@@ -48,9 +48,9 @@ def minimise_quadratic(
 ) -> Float64[Tensor, " n"]:
     """argmin over the simplex of ⟨linear, p⟩ + ½ pᵀ (diagonal·I + gram) p, gram ⪰ 0.
 
-    By default it iterates until it settles, and so asks the host, which a recorded round cannot
-    do. With `iterations` it makes exactly that many (`enough_iterations` says how many). May be
-    vmapped either way: runs that train together are solved together.
+    By default it iterates to convergence, which needs the host, so it cannot be part of a recorded
+    round. With `iterations` it makes exactly that many (see `enough_iterations`). Both support
+    vmap: the problems of all runs of a grid are solved together.
     """
     return _solve(diagonal, gram, linear, start, iterations or 0)
 
@@ -106,8 +106,8 @@ def settle(
     linear: Float64[Tensor, "*runs n"],
     start: Float64[Tensor, "*runs n"],
 ) -> Float64[Tensor, "*runs n"]:
-    """Iterates until all runs have settled; each keeps its p from when it did. A run whose numbers
-    are not finite (it diverged) stays NaN and is not waited for."""
+    """Iterates until all runs have converged; each keeps its p from then. A run that diverged stays
+    NaN and does not prolong the iteration."""
     p = project(start)
     ahead, moving = p, torch.ones_like(p[..., :1], dtype=torch.bool)
     for _ in range(0, MOST_ITERATIONS, TOGETHER):

@@ -1,4 +1,4 @@
-"""Can a model be trained over many clients at once? All reasons why not, each with the fix."""
+"""Checks whether a model can be trained, and vectorised over clients; each problem with its fix."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from fairvar.models.norm import (
 )
 from fairvar.tree import Inputs, Tree, input_parts, map_inputs, one_input, scale, stack
 
-FEW = 4  # samples on which second derivatives are tried: they are costly
-SECOND = 100.0  # how much more second derivatives round
+FEW = 4  # samples for tests of second derivatives, which are costly
+SECOND = 100.0  # factor of the tolerance for second derivatives
 LOOP = "(it is trained client by client, slower)"
 
 
 class Problem(str):
-    """One line. `fatal`: no training at all; otherwise just not vectorised over clients."""
+    """A problem in one line. `fatal`: the model cannot be trained; otherwise clients train one
+    after another."""
 
     __slots__ = ("fatal",)
     fatal: bool
@@ -51,7 +52,7 @@ class Problem(str):
 @dataclass
 class Findings:
     problems: list[Problem]
-    reverse_over_forward: bool = True  # right for second derivatives, as far as it was tried
+    reverse_over_forward: bool = True  # whether it gave the right second derivatives
 
 
 def check_model(
@@ -63,15 +64,14 @@ def check_model(
     together: bool = True,
     curvature: bool = True,
 ) -> list[Problem]:
-    """All reasons against this module; an empty list means that it is fine.
+    """All problems of this module; an empty list if there are none.
 
-    Layers and parameters are examined; with sample `inputs` (b, …), on the module's device, the
-    module is also run: on a copy, with the random generators put back afterwards. Several inputs
-    are a tuple or dict. Batch norm, dropout, frozen parameters and tied weights are fine.
-    `together=False` does not run several clients at once: torch.func takes a second to load, which
-    a node would spend on every message. `curvature`: also try second derivatives, which FairGrad
-    needs and no other method.
-    """
+    Layers and parameters are checked. With sample `inputs` (b, …), on the module's device, a copy
+    of the module is also run; the random generators are restored afterwards. Several inputs are a
+    tuple or dict. Batch norm, dropout, frozen parameters and tied weights are supported.
+    `together=False` skips the tests under vmap: torch.func takes a second to load, which a node
+    would spend on every message. `curvature`: also test second derivatives, which only FairGrad
+    needs."""
     if not isinstance(module, nn.Module):
         raise BadInput(f"module must be an nn.Module, not {type(module).__name__}")
     several = inputs is not None and isinstance(inputs, tuple | dict) and len(inputs)
@@ -99,14 +99,14 @@ def examine(
     together: bool = True,
     curvature: bool = True,
 ) -> Findings:
-    """`check_model` with what only the engines need to know."""
+    """`check_model`, with findings for the kernels."""
     found = Findings([*_parameter_problems(module), *_layer_problems(module)])
     if inputs is None or any(is_lazy(p) for p in module.parameters()):
         return found
     module, device = swap_dropout(module), one_input(inputs).device
     devices = [device] if device.type == "cuda" else []
     with warnings.catch_warnings(), torch.random.fork_rng(devices=devices):
-        warnings.simplefilter("ignore")  # vmap warns of operations that it runs slowly
+        warnings.simplefilter("ignore")  # of vmap: operations without a batching rule
         wrong = list(_pass_problems(module, inputs, targets, classes))
         together = together and not found.problems
         found.problems += wrong
@@ -115,8 +115,8 @@ def examine(
     return found
 
 
-def tells_all(module: nn.Module) -> bool:
-    """Whether printing the module describes it completely: layers of torch and fairvar only."""
+def repr_is_complete(module: nn.Module) -> bool:
+    """Whether `repr(module)` describes it completely: all layers are of torch or fairvar."""
     ours = ("torch.nn.", "fairvar.models.")
     return all(type(m).__module__.startswith(ours) for m in module.modules())
 
@@ -134,7 +134,7 @@ def _parameter_problems(module: nn.Module) -> Iterator[Problem]:
 
 
 def _layer_problems(module: nn.Module) -> Iterator[Problem]:
-    """What is wrong with a layer by what it is, without running it."""
+    """Problems of layers that need no forward pass."""
     for name, layer in module.named_modules():
         for text in _reasons(layer):
             fatal = not text.endswith(LOOP)
@@ -142,7 +142,7 @@ def _layer_problems(module: nn.Module) -> Iterator[Problem]:
 
 
 def _reasons(layer: nn.Module) -> Iterator[str]:
-    """Each with its fix."""
+    """The problems of one layer, each with its fix."""
     hooks = {type(hook).__name__ for hook in layer._forward_pre_hooks.values()}
     one = "but two passes over a batch must see one function"
     if isinstance(layer, _DropoutNd) and type(layer) not in DROPOUT and layer.p > 0:
@@ -174,7 +174,7 @@ def _reasons(layer: nn.Module) -> Iterator[str]:
 def _pass_problems(
     module: nn.Module, inputs: Inputs, targets: Tensor | None, classes: int | None
 ) -> Iterator[Problem]:
-    """As torch alone runs it: in training and evaluation mode, twice, and on a single sample."""
+    """Problems with plain torch: in training and evaluation mode, in two passes, on one sample."""
     b, shape, first = len(one_input(inputs)), _shapes(inputs), _some(inputs, slice(0, 1))
     keys = torch.arange(b, device=one_input(inputs).device)
     try:
@@ -240,14 +240,14 @@ def _slopes(module: nn.Module, inputs: Inputs, twice: bool = False) -> tuple[Ten
 def _try_engines(
     found: Findings, module: nn.Module, inputs: Inputs, together: bool, curvature: bool
 ) -> None:
-    """What only shows when the module runs as the engines run it."""
+    """Problems under the transforms of the kernels: second derivatives, vmap, padding."""
     plain, inputs = _precise(copy.deepcopy(module).train(), inputs)
-    bent = None
+    hessian = None
     if curvature:
         try:
             with twice_differentiable(plain):
                 products = _slopes(copy.deepcopy(plain), _few(inputs), twice=True)
-            bent = torch.cat([leaf.flatten() for leaf in products])
+            hessian = torch.cat([leaf.flatten() for leaf in products])
         except Exception as error:
             found.problems.append(Problem("cannot be differentiated twice, which FairGrad needs "
                                           f"and no other method: {cause(error)}"))  # fmt: skip
@@ -257,8 +257,10 @@ def _try_engines(
             text = f"changes {', '.join(changed)} in place: assign a new tensor instead {LOOP}"
             found.problems.append(Problem(text, fatal=False))
         elif together:
-            found.problems += _vmap_problems(trial, inputs, bent)
-            found.reverse_over_forward = bent is None or _bends_in_reverse(trial, inputs, bent)
+            found.problems += _vmap_problems(trial, inputs, hessian)
+            found.reverse_over_forward = hessian is None or _reverse_over_forward_agrees(
+                trial, inputs, hessian
+            )
         found.problems += _mixing_problems(trial, inputs)
     except Exception as error:
         text = f"does not run under torch.func {LOOP}: {cause(error)}"
@@ -266,7 +268,7 @@ def _try_engines(
 
 
 def _changed_in_place(module: nn.Module, inputs: Inputs) -> list[str]:
-    """Parameters and buffers that a pass writes into. (New values by assignment are fine.)"""
+    """Parameters and buffers that a pass changes in place. (New values by assignment are fine.)"""
     for trial in (copy.deepcopy(module), copy.deepcopy(module).eval()):
         given = {name: leaf.detach().clone() for name, leaf in trial.state_dict().items()}
         before = copy.deepcopy(given)
@@ -278,8 +280,8 @@ def _changed_in_place(module: nn.Module, inputs: Inputs) -> list[str]:
 
 
 def _precise(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
-    """Both in float64 if that runs: deep nets round too much for a comparison in float32. (Tokens
-    stay integers.)"""
+    """Both in float64 if the module supports it, because rounding in deep nets is too large for a
+    comparison in float32. (Tokens stay integers.)"""
     wide = map_inputs(lambda part: part.double() if part.is_floating_point() else part, inputs)
     try:
         double = copy.deepcopy(module).double()
@@ -290,14 +292,14 @@ def _precise(module: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
     return double, wide
 
 
-def _vmap_problems(module: nn.Module, inputs: Inputs, bent: Tensor | None) -> Iterator[Problem]:
-    """Two clients at once against one by one; `bent` is what the second derivative should be."""
+def _vmap_problems(module: nn.Module, inputs: Inputs, hessian: Tensor | None) -> Iterator[Problem]:
+    """Compare two clients under vmap with one by one; `hessian` is the expected Hessian product."""
     which, why = "", ""
     try:
         alike = _same_together(module, inputs)
-        if alike and bent is not None:
+        if alike and hessian is not None:
             which = "has a second derivative that "
-            alike = _bends_forward(module, inputs, bent)
+            alike = _forward_over_reverse_agrees(module, inputs, hessian)
         what = "" if alike else "gives other numbers"
     except Exception as error:
         what, why = "does not run", f": {cause(error)}"
@@ -306,8 +308,8 @@ def _vmap_problems(module: nn.Module, inputs: Inputs, bent: Tensor | None) -> It
 
 
 def _same_together(module: nn.Module, inputs: Inputs) -> bool:
-    """Gradients and outputs of two clients: with one shared model, as in the first local step, and
-    with parameters and buffers of their own, as later."""
+    """Whether gradients and outputs of two clients agree: with one shared model, as in the first
+    local step, and with separate parameters and buffers, as in later steps."""
     total, model, buffers = _functional(module)
     evaluating = copy.deepcopy(module).eval()
 
@@ -330,8 +332,8 @@ def _same_together(module: nn.Module, inputs: Inputs) -> bool:
     return True
 
 
-def _bends_forward(module: nn.Module, inputs: Inputs, bent: Tensor) -> bool:
-    """The Hessian product of two clients with models of their own: forward over reverse."""
+def _forward_over_reverse_agrees(module: nn.Module, inputs: Inputs, hessian: Tensor) -> bool:
+    """Whether forward over reverse gives this Hessian product for two clients with own models."""
     total, model, buffers = _functional(module)
 
     def product(own: Tree, statistics: Tree, x: Inputs) -> Tensor:
@@ -340,12 +342,12 @@ def _bends_forward(module: nn.Module, inputs: Inputs, bent: Tensor) -> bool:
 
     with twice_differentiable(module):
         found = vmap(product)(stack([model] * 2), stack([buffers] * 2), _twice(inputs))
-    return _close(found[0], bent, SECOND)
+    return _close(found[0], hessian, SECOND)
 
 
-def _bends_in_reverse(module: nn.Module, inputs: Inputs, bent: Tensor) -> bool:
-    """The same of two clients with a shared model: reverse over forward, which torch gets wrong for
-    layer norm (seen in 2.13)."""
+def _reverse_over_forward_agrees(module: nn.Module, inputs: Inputs, hessian: Tensor) -> bool:
+    """Whether reverse over forward gives this Hessian product for two clients with a shared model;
+    it is wrong for layer norm in torch 2.13."""
     total, model, buffers = _functional(module)
     try:
         with twice_differentiable(module):
@@ -357,7 +359,7 @@ def _bends_in_reverse(module: nn.Module, inputs: Inputs, bent: Tensor) -> bool:
 
                 return vmap(each)(_twice(inputs))[0]
 
-            return _close(_flat(grad(slope)(model)), bent, SECOND)
+            return _close(_flat(grad(slope)(model)), hessian, SECOND)
     except Exception:
         return False
 
@@ -376,7 +378,7 @@ def _functional(module: nn.Module) -> tuple[Callable[..., Tensor], Tree, Tree]:
 
 
 def _mixing_problems(module: nn.Module, inputs: Inputs) -> Iterator[Problem]:
-    """Does a last sample that is marked as padding change the others' outputs or the buffers?"""
+    """Problems if a last sample marked as padding changes other samples' outputs or the buffers."""
     b, others = len(one_input(inputs)), _some(inputs, slice(0, -1))
     if b < (3 if sample_weight_names(module) else 2):
         return

@@ -1,5 +1,5 @@
-"""Modules as functions of their parameters, for many clients at once: calls that change nothing,
-batch norm in plain tensor operations, dropout by hash, and second derivatives.
+"""Modules as pure functions of their parameters, for many clients at once: calls without side
+effects, batch norm in plain tensor operations, keyed dropout, and second derivatives.
 
 Why not `nn.BatchNorm2d`: under vmap, torch's fused batch norm gives *silently wrong* second
 derivatives in training mode (torch 2.11 on CUDA and 2.13 on CPU), it updates the running statistics
@@ -14,9 +14,9 @@ Clients have ragged batches, padded to a common length b with any *finite* value
 The new running statistics come back as a value, so a pass whose statistics are not wanted (such as
 the second pass of FairGrad) drops them.
 
-Why not `nn.Dropout`: it draws from a generator, in the order of the calls. Then another chunk of
-clients would be another mask, and two passes over a batch would see two functions. `swap_dropout`
-replaces it by `KeyedDropout`, whose mask is a function of a key that each sample brings.
+Why not `nn.Dropout`: it draws from a generator, in the order of the calls, so masks would depend on
+the chunks of clients and differ between two passes over a batch. `swap_dropout` replaces it by
+`KeyedDropout`, whose mask is a function of a random key per sample.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 class PlainBatchNorm(_BatchNorm):
     """y = (x − μ) / √(σ² + ε) · weight + bias, with μ and σ² over the real samples of the batch.
 
-    `sample_weight` (b,) says which samples are real: 1, or 0 for padding; None means all. Padded
-    samples come out as `bias` and get and give no gradient. Running statistics follow torch:
+    `sample_weight` (b,) marks real samples with 1 and padding with 0; None means all are real. The
+    output of padding is `bias`, and no gradient flows through it. Running statistics follow torch:
     r ← (1 − momentum) r + momentum · statistic, the variance with n − 1 of the real values. A batch
     with fewer than two real values per channel has no variance and leaves them as they are.
     """
@@ -69,7 +69,7 @@ class PlainBatchNorm(_BatchNorm):
 
     @classmethod
     def like(cls, layer: _BatchNorm) -> PlainBatchNorm:
-        """The same layer; parameters and buffers are the very tensors of `layer`."""
+        """The same layer, which shares parameters and buffers with `layer`."""
         plain = cls(
             layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats
         )
@@ -94,7 +94,7 @@ class PlainBatchNorm(_BatchNorm):
         return y.to(input.dtype)
 
     def _batch_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x − μ and σ² of the real samples; remembers both in the running statistics."""
+        """x − μ and σ² of the real samples; updates the running statistics."""
         axes = [0, *range(2, x.dim())]
         values = x.numel() // x.shape[1]  # per channel
         if values < 2:
@@ -150,7 +150,7 @@ class KeyedDropout(nn.Module):
 
     `sample_keys` (b,) are the samples' random keys of this step. The mask is a hash of the key, the
     layer's number, the number of its call in this pass, and the unit. Without keys nothing is
-    dropped: so models are looked at before training.
+    dropped, as in `check_model`.
     """
 
     sample_keys: Tensor | None
@@ -185,7 +185,7 @@ def _per_channel(value: Float[Tensor, " c"], x: Tensor) -> Tensor:
 
 
 def swap_layers(module: nn.Module, new: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """A deep copy in which `new` may replace layers; a layer used in several places stays one."""
+    """A deep copy in which `new` may replace layers; shared layers stay shared."""
     module = copy.deepcopy(module)
     made: dict[nn.Module, nn.Module] = {}
     for parent in list(module.modules()):
@@ -198,8 +198,8 @@ def swap_layers(module: nn.Module, new: Callable[[nn.Module], nn.Module]) -> nn.
 def swap_batch_norm(module: nn.Module) -> nn.Module:
     """A deep copy in which every batch norm is a `PlainBatchNorm`; state dicts fit both ways.
 
-    Hooks on a batch norm itself are not carried over; subclasses of torch's layers are left alone
-    (`check_model` names them).
+    Hooks on a batch norm itself are dropped; subclasses of torch's layers are not replaced
+    (`check_model` reports them).
     """
 
     def plain(layer: nn.Module) -> nn.Module:
@@ -222,7 +222,7 @@ def swap_dropout(module: nn.Module) -> nn.Module:
 
 
 def dropout_layers(module: nn.Module) -> dict[str, KeyedDropout]:
-    """By name."""
+    """The keyed dropout layers by name."""
     return {k: layer for k, layer in module.named_modules() if isinstance(layer, KeyedDropout)}
 
 
@@ -252,8 +252,8 @@ def call(
     sample_weight: Shaped[Tensor, " b"] | None = None,
     sample_keys: Shaped[Tensor, " b"] | None = None,
 ) -> tuple[Any, Tree]:
-    """Outputs and new buffers of `module` with these parameters; changes nothing it is given.
-    Several inputs come as a tuple or dict; `sample_keys` are for dropout.
+    """Outputs and new buffers of `module` with these parameters; changes no argument. Several
+    inputs come as a tuple or dict; `sample_keys` are for dropout.
 
     `functional_call` takes *one* dict, which torch updates with the reassigned buffers (a tuple of
     dicts would lose them).
@@ -287,8 +287,8 @@ def _aliases(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def plain_attention(device: torch.device) -> Iterator[None]:
-    """On a CPU, torch's fused attention has no vmap rule: it runs client by client, with a warning.
-    While this lasts, attention takes plain operations there."""
+    """Attention in plain operations on a CPU, where torch's fused attention has no vmap rule and
+    runs client by client, with a warning."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -300,8 +300,8 @@ def plain_attention(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def twice_differentiable(module: nn.Module) -> Iterator[None]:
-    """Fused attention and cuDNN's recurrent layers have first derivatives only: while this lasts,
-    torch computes attention by plain operations, and recurrent layers without cuDNN."""
+    """Attention in plain operations and recurrent layers without cuDNN, because the fused kernels
+    have first derivatives only."""
     with ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if any(isinstance(layer, nn.RNNBase) for layer in module.modules()):
@@ -314,8 +314,8 @@ def hessian_product(
 ) -> tuple[Tensor, ...]:
     """∇²f · along from the slopes ∇f with their graph: reverse over reverse. Zero where the slopes
     do not depend on the parameters."""
-    bent = [(s, v) for s, v in zip(slopes, along, strict=True) if s.requires_grad]
-    if not bent:
+    pairs = [(s, v) for s, v in zip(slopes, along, strict=True) if s.requires_grad]
+    if not pairs:
         return tuple(torch.zeros_like(p) for p in parameters)
-    some, their = zip(*bent, strict=True)
+    some, their = zip(*pairs, strict=True)
     return torch.autograd.grad(some, list(parameters), their, materialize_grads=True)

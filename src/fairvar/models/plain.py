@@ -1,4 +1,4 @@
-"""Convolutions and group norm in plain tensor operations, for clients with weights of their own.
+"""Convolutions and group norm in plain tensor operations, for clients with separate weights.
 
 Under vmap a convolution whose weights differ from client to client becomes a grouped one, which
 cuDNN computes group after group in kernels too small for the GPU. The forms here vmap and
@@ -38,7 +38,7 @@ from torch.nn.functional import pad
 from fairvar.models.norm import swap_layers
 
 Pair = tuple[int, int]
-# Larger dense kernels stay torch's own: avgcnn's 5 × 5, 50 clients × 64, H200, compiled: 5.0 ms a
+# Larger dense kernels are not replaced: avgcnn's 5 × 5, 50 clients × 64, H200, compiled: 5.0 ms a
 # step as grouped convolutions, 6.4 as products.
 LARGEST = 9  # places
 
@@ -46,7 +46,7 @@ LARGEST = 9  # places
 class _Recast(nn.Module):
     @classmethod
     def like(cls, layer: nn.Module) -> Any:
-        """The same layer; its parameters are the very tensors of `layer`."""
+        """The same layer, which shares its parameters with `layer`."""
         made = copy.copy(layer)
         made.__class__ = cls
         made._parameters = dict(layer._parameters)
@@ -62,8 +62,8 @@ def _seen(x: Tensor, kernel: Pair, stride: Pair) -> Tensor:
 
 
 def _weighted(x: Tensor, w: Tensor, stride: Pair) -> Tensor:
-    """Σ_ij w_ij · x shifted by (i, j). A compiler must be told to write out such a short sum
-    (`unroll_reductions_threshold` of inductor): reductions are not fused with what follows."""
+    """Σ_ij w_ij · x shifted by (i, j). Inductor's `unroll_reductions_threshold` must be large
+    enough to unroll this short sum, because reductions are not fused with later operations."""
     return (_seen(x, (w.shape[1], w.shape[2]), stride) * w[:, None, None]).sum((4, 5))
 
 
@@ -73,7 +73,7 @@ def _spread(y: Tensor, w: Tensor, stride: Pair, size: Pair) -> Tensor:
     if stride != (1, 1):
         apart = pad(y[:, :, :, None, :, None], (0, stride[1] - 1, 0, 0, 0, stride[0] - 1))
         y = apart.reshape(b, c, rows * stride[0], columns * stride[1])
-    # What lies beyond the input are zeros between the strides: negative padding cuts them off.
+    # Beyond the input are only zeros between the strides: negative padding cuts them off.
     below, right = size[0] - y.shape[2], size[1] - y.shape[3]
     y = pad(y, (w.shape[2] - 1, right, w.shape[1] - 1, below))
     return _weighted(y, w.flip(1, 2), (1, 1))
@@ -192,8 +192,8 @@ class PlainGroupNorm(_Recast, nn.GroupNorm):
 def plain_layers(module: nn.Module, largest: int | None = LARGEST) -> nn.Module:
     """A copy with convolutions and group norms in plain operations, for a compiler.
 
-    `largest`: dense kernels with more places than this stay torch's own. Convolutions that pad
-    with anything but zeros, subclasses and layers with hooks stay as they are.
+    `largest`: dense kernels with more places than this are not replaced; nor are convolutions that
+    pad with anything but zeros, subclasses and layers with hooks.
     """
 
     def fits(layer: nn.Conv2d) -> bool:
@@ -211,9 +211,8 @@ class _Windows(Function):
     """(b, h, w, c) → (b, rows, parts, k, wide, c): the inputs of `columns` outputs, overlapping.
     `back`: the adjoint, in which every input gets the sum over the windows that contain it.
 
-    Linear, so its derivatives are itself and its adjoint; both treat samples alone, so vmap just
-    joins its axis with theirs. Written by hand since torch has no batching rule for the adjoint.
-    """
+    Linear, so its derivatives are itself and its adjoint. Both are independent over samples, so
+    vmap merges its axis with that of the samples. Torch has no batching rule for the adjoint."""
 
     @staticmethod
     def forward(x: Tensor, back: bool, height: int, kernel: int, columns: int) -> Tensor:

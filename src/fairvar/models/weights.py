@@ -1,10 +1,10 @@
-"""Weight files into a model.
+"""Loading of weight files into a model.
 
 `.safetensors` files are read by their library, `.pth` and `.pt` files by `torch.load` with its
 restricted unpickler (`weights_only`). Known holes of that unpickler were mended in torch 2.6
 (CVE-2025-32434) and 2.10 (CVE-2026-24747), which is why pyproject.toml asks for 2.10 or newer.
 Before torch reads the file, the sizes in its zip table are checked, so that a small file cannot
-fill the memory; afterwards, that it holds nothing but plain tensors.
+fill the memory. Afterwards it is checked that the file holds only plain tensors.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def load_weights(
 ) -> list[str]:
     """Copies the tensors of a weight file into `module` and returns the names of those loaded.
 
-    Names that begin with one of `skip` are left as they are in the module: with other class counts
-    say `skip=("classifier.1.",)`; nothing is left out silently. `strict=False` allows names missing
-    on either side, never another shape. Either everything is copied or, with an error, nothing.
+    Tensors whose names begin with one of `skip` are not loaded: for another number of classes give
+    `skip=("classifier.1.",)`. `strict=False` allows names that are missing on either side, but no
+    other shapes. After an error, nothing was copied.
     """
     path = Path(path)
     tensors = read_tensors(path, sha256)
@@ -158,7 +158,8 @@ def _read_torch(file: str, data: bytes) -> Tree:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it holds numbers of its own: a stride of 0 would make it larger than its file."""
+    """Whether it is a dense CPU tensor within its storage: a stride of 0 could make it larger than
+    its file."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_quantized or tensor.dim() > 16:
         return False
     if tensor.layout != torch.strided or tensor.device.type != "cpu":
@@ -168,8 +169,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _check_zip(file: str, data: bytes) -> None:
-    """torch writes a zip of uncompressed entries; a table that claims more could fill the memory
-    (torch would also unpack compressed entries)."""
+    """Refuse zips whose table claims more bytes than the file has, or compressed entries, which
+    torch would unpack: both could fill the memory. torch itself writes uncompressed entries."""
     if not data.startswith(ZIP_START):
         raise IntegrityError(f"{file} is no intact zip file of weights: files from before torch "
                              "1.6 must be saved again as safetensors")  # fmt: skip

@@ -1,9 +1,9 @@
 """The models of the experiments, by name.
 
-A model's first parameters depend on the seed, the name and the shapes alone: they are drawn on the
-CPU in float32 from the stream ("init", name), whatever was drawn before, and the global generators
-are left as they were. All models but MobileNetV2 keep torch's default initialisation (uniform in
-±1/√fan-in), also "multinomial": zeros would make every seed start from the same point.
+Initial parameters depend only on the seed, the name and the shapes: they are drawn on the CPU in
+float32 from the stream ("init", name), and the global generators are not changed. All models but
+MobileNetV2 have torch's default initialisation (uniform in ±1/√fan-in), also "multinomial", so that
+seeds differ.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def _mobilenet_v2(shape: Shape, classes: int) -> nn.Module:
 
 
 class SelfAttention(nn.Module):
-    """Each position looks at itself and those before it. In plain operations, which vmap and
-    differentiate twice in any order."""
+    """Causal self-attention in plain operations, which support vmap and second derivatives in any
+    order."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def _transformer(shape: Shape, classes: int) -> nn.Module:
 
 
 def _length(name: str, shape: Shape) -> int:
-    """Of a sequence of tokens, of as many kinds as there are classes."""
+    """The length of a sequence of tokens; the number of kinds of tokens is that of the classes."""
     if len(shape) != 1:
         raise BadInput(f"model {name} needs tokens as (length,), not samples of shape {shape}")
     return shape[0]
@@ -262,8 +262,8 @@ def build(
 ) -> nn.Module:
     """A model for inputs of this shape (without the batch axis), in training mode, on the CPU.
 
-    "linear" always has one output, whatever `classes` says. `make` builds models that are not among
-    `MODELS`; their first parameters are drawn in the same way.
+    "linear" has one output for any `classes`. `make` builds models that are not in `MODELS`; their
+    initial parameters are drawn in the same way.
     """
     make = MODELS.get(name) if make is None else make
     if make is None:
@@ -279,7 +279,7 @@ def build(
 
 @contextmanager
 def _drawing_from(seed: int) -> Iterator[None]:
-    """Draw from this seed on the CPU in float32, then put generator and default type back."""
+    """Draw from this seed on the CPU in float32; restores the generator and the default dtype."""
     dtype = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs too

@@ -6,11 +6,11 @@
 
 Both take the app's functions: `model` for a model and a loss of your own, `data` for the data of a
 node. The app's run configuration (`setup.py`) says what is trained, a node's configuration
-(`client.py`) who it is and where its data are. `new_app` writes an app from the template, and
-`run_app` (`launch.py`) trains it with Flower's own `flwr run`.
+(`client.py`) its client id and the place of its data. `new_app` writes an app from the template,
+and `run_app` (`launch.py`) trains it with Flower's own `flwr run`.
 
-Flower reads its telemetry switch when it is imported, which is before an app is imported: an app
-cannot change it. So the switch must be in the environment of every process of Flower: those that
+Flower reads its telemetry switch when it is imported, before it imports an app, so an app cannot
+change it. So the switch must be in the environment of every process of Flower: those that
 `run_app` starts and, in deployments, the SuperLink and the SuperNodes (docs/deploy.md).
 """
 
@@ -45,8 +45,8 @@ TAKEN = ("fairvar", "flwr", "numpy", "torch")  # an app of this name would hide 
 
 
 def server_app(model: Model | None = None, data: Data | None = None) -> ServerApp:
-    """The ServerApp: runs the rounds, checks the replies, stores the run. It has no data: `data`
-    is the nodes' function, whose code is part of what the run is."""
+    """The ServerApp: runs the rounds, checks the replies, stores the run. It has no data; the code
+    of `data`, the nodes' function, is part of the run's identity."""
     require_flower()
     from flwr.serverapp import ServerApp
 

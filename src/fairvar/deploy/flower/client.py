@@ -1,12 +1,12 @@
-"""The ClientApp. A node's configuration says which client it is and where its data are:
+"""The ClientApp. The node configuration gives the name of the site and the place of its data:
 
     flower-supernode … --node-config 'site="berlin" data="/data/ward.csv"'
 
-The app's function `data` reads them (`site_of` and `place_of` tell it what stands there, also in a
-simulation). Without names of sites a node says `client=3`. Flower starts a new process for each
-message, and nothing is kept between them but a client's personal model: in the folder that the
-node's configuration names (`personal="/folder"`; in fairvar's cache by default). What a node does
-for differential privacy (`clipped`) and for secure aggregation (`secured`) are Flower's mods.
+The app's function `data` reads the data (`site_of` and `place_of` return both values, also in a
+simulation). Without names of sites, give `client=3`. Flower starts a new process for each message;
+only a client's personal model is kept between messages, in the folder `personal="/folder"` of the
+node configuration (by default in fairvar's cache). Clipping for differential privacy (`clipped`)
+and masking for secure aggregation (`secured`) are done by Flower's mods.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ Data = Callable[[Context], ClientData]  # reads the data of the node that this c
 
 
 class Part(ClientData):
-    """Of an embedded data set, which the server knows as well."""
+    """A part of an embedded data set, which the server has as well."""
 
 
 def client_app_of(data: Data, model: Model | None, mods: Sequence[Mod]) -> ClientApp:
-    """An app with the data that this function reads at every node."""
+    """A ClientApp with the data that `data` reads at every node."""
 
     def name_of(context: Context) -> str:
-        with suppress(Exception):  # the first answer will tell why the data cannot be read
+        with suppress(Exception):  # the first reply will report why the data cannot be read
             return data(context).name or site_of(context)
         return site_of(context)
 
@@ -85,7 +85,7 @@ def app_of(
     mods: Sequence[Mod] = (),
     name_of: Callable[[Context], str] = lambda context: "",
 ) -> ClientApp:
-    """An app that answers as the client of its node."""
+    """A ClientApp that answers messages with the `Client` of its node."""
     app = ClientApp()
 
     def answer(message: Message, context: Context) -> Message:
@@ -105,14 +105,14 @@ def app_of(
 
 def node_client(context: Context, data: Data, model: Model | None) -> Client:
     setup = read_setup(context.run_config, model)
-    torch.set_num_threads(setup.config.train.threads)  # for the last bits of a simulated run
+    torch.set_num_threads(setup.config.train.threads)  # the same bits as a simulated run
     folder = context.node_config.get("personal") or cache_dir() / "personal"
     found = node_data(setup, data(context))
     return Client(client_id(context), found, setup.agreed, Path(str(folder)))
 
 
 def client_id(context: Context) -> int:
-    """The node's place among the run's sites, or the number that it is started with."""
+    """The position of the node's site in the run's `sites`, or the `client` number of the node."""
     sites, config = sites_of(context.run_config), context.node_config
     if "site" in config and sites:
         if config["site"] not in sites:
@@ -127,16 +127,16 @@ def client_id(context: Context) -> int:
 
 
 def site_of(context: Context) -> str:
-    """The name of this node: the `site` that it is started with or, in a simulation, that of its
-    number in the run's `sites`. Empty if sites have no names."""
+    """The name of this node: `site` of its configuration or, in a simulation, the entry of the
+    run's `sites` with its number. Empty if sites have no names."""
     sites, number = sites_of(context.run_config), context.node_config.get("partition-id")
     simulated = sites[number] if type(number) is int and number < len(sites) else ""
     return str(context.node_config.get("site", simulated))
 
 
 def place_of(context: Context) -> Path:
-    """Where this node's data are: the `data` that it is started with or, in a simulation of own
-    data, the file or folder with the site's name in the `folder` of the run."""
+    """The path of this node's data: `data` of its configuration or, in a simulation of own data,
+    the file or folder with the site's name in the run's `folder`."""
     given, folder = context.node_config.get("data"), str(context.run_config.get("folder", ""))
     if given is None and "partition-id" in context.node_config and folder:
         found = {path.stem: path for path in sorted(Path(folder).iterdir())}
@@ -203,7 +203,7 @@ def secured(message: Message, context: Context, call_next: ClientAppCallable) ->
 
 
 def _unreadable(message: Message, context: Context) -> list[int]:
-    """The nodes whose shares, which the server forwards now, this node cannot decrypt."""
+    """The nodes whose forwarded shares this node cannot decrypt."""
     configs: Any = message.content.config_records[RECORD_KEY_CONFIGS]
     kept: Any = context.state.config_records.get(RECORD_KEY_STATE, {})
     if configs.get(Key.STAGE) != Stage.COLLECT_MASKED_VECTORS:

@@ -1,10 +1,10 @@
-"""`fairvar flower run`: Flower's `flwr run`, with what it needs, its progress and its true end.
+"""`fairvar flower run`: starts a SuperLink if needed, calls `flwr run`, and reports how it ended.
 
-Plain `flwr run` fails silently in a new environment: it says that the run was started and ends with
-0, while Flower installs the app's requirements from the internet and fails, finds no ray, simulates
-two nodes for an app that waits for five, or hands the run to a SuperLink that another environment
-has left running. So a simulation gets a SuperLink of its own here, with this environment and as
-many nodes as the app has clients, and Flower is asked afterwards how the run ended.
+Plain `flwr run` can fail silently in a new environment. It reports that the run was started and
+exits with 0, while Flower fails to install the app's requirements, finds no ray, simulates two
+nodes for an app of five clients, or uses a SuperLink that another environment left running. So a
+simulation gets its own SuperLink here, with this environment and one node per client, and the
+status of the run is read from Flower afterwards.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ STARTED = re.compile(r"Successfully started run (\d+)")
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 HERE = "here"  # the name of the SuperLink of a simulation
 SECONDS_TO_START, SECONDS_TO_END = 90.0, 90.0
-LOCAL = ":local:"  # Flower's word for a SuperLink that `flwr run` starts and leaves running
+LOCAL = ":local:"  # address of a SuperLink that `flwr run` starts and leaves running
 
 
 def run_app(app: Path, arguments: Sequence[str] = (), data: Path | None = None) -> None:
-    """Simulate an app here or, if the arguments begin with the name of a SuperLink, run it there.
-    The others go to `flwr run`. `data`: a folder with the data of the simulated sites."""
+    """Simulate an app on this machine or, if `arguments` begins with the name of a SuperLink, run
+    it there. The other arguments are passed to `flwr run`. `data`: a folder with the data of the
+    simulated sites."""
     if not (app / "pyproject.toml").is_file():
         raise BadInput(f"{app} is not a Flower app (it has no pyproject.toml); "
                        "`fairvar flower new` writes one")  # fmt: skip
@@ -78,7 +79,7 @@ def require_flower() -> None:
 
 
 def quiet_environment() -> dict[str, str]:
-    """This environment for a process of Flower; its programs find each other by PATH."""
+    """Environment variables for processes of Flower, which find each other's programs by PATH."""
     paths = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return {**QUIET, **os.environ, "PATH": paths, "PYTHONUNBUFFERED": "1"}
 
@@ -88,7 +89,7 @@ def _home(environment: Mapping[str, str]) -> Path:
 
 
 def _is_local(name: str, environment: Mapping[str, str]) -> bool:
-    """Whether Flower would start this SuperLink, or take any that listens on its port."""
+    """Whether this is the local SuperLink that `flwr run` would start."""
     with suppress(OSError, ValueError, AttributeError):
         known = tomllib.loads((_home(environment) / "config.toml").read_text(encoding="utf-8"))
         return str(known["superlink"].get(name, {}).get("address", "")).startswith(LOCAL)
@@ -96,7 +97,7 @@ def _is_local(name: str, environment: Mapping[str, str]) -> bool:
 
 
 def _given(arguments: Sequence[str]) -> argparse.Namespace:
-    """What the user says to `flwr run`, as far as it concerns us."""
+    """The options of `flwr run` that are used here."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-c", "--run-config", action="append", default=[])
     parser.add_argument("--federation-config", action="append", default=[])
@@ -105,8 +106,8 @@ def _given(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _clients(app: Path, arguments: Sequence[str]) -> int:
-    """The number of clients of the app, with the user's changes of its configuration; what cannot
-    be imported or configured is told here, before anything is started."""
+    """The app's number of clients, with the user's changes of its configuration. Import and
+    configuration errors are raised here, before anything is started."""
     require_flower()
     from flwr.common.config import parse_config_args
 
@@ -114,10 +115,10 @@ def _clients(app: Path, arguments: Sequence[str]) -> int:
 
     try:
         text = (app / "pyproject.toml").read_text(encoding="utf-8")
-        told = tomllib.loads(text)["tool"]["flwr"]["app"]
-        config: dict[str, Any] = told.get("config", {})
+        section = tomllib.loads(text)["tool"]["flwr"]["app"]
+        config: dict[str, Any] = section.get("config", {})
         config = config | dict(parse_config_args(_given(arguments).run_config))
-        module = str(told["components"]["serverapp"]).partition(":")[0]
+        module = str(section["components"]["serverapp"]).partition(":")[0]
     except (OSError, ValueError, LookupError, AttributeError) as error:
         raise BadInput(f"{app}: its configuration cannot be read ({error!r})") from None
     sys.path.insert(0, str(app.resolve()))
@@ -151,7 +152,7 @@ def _sites_of(folder: Path | None) -> list[str]:
 # -- processes -------------------------------------------------------------------------------------
 @contextmanager
 def simulating_superlink(environment: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """A SuperLink for this simulation only; the environment in which it is known as `HERE`."""
+    """Start a SuperLink for this simulation; yields the environment in which its name is `HERE`."""
     with TemporaryDirectory(prefix="fairvar-flower-") as place:
         home, (port, address) = Path(place), _free_address()
         inside = {**SIMULATION, **environment, "FLWR_HOME": place}
@@ -193,7 +194,7 @@ def _wait_for(link: subprocess.Popen[bytes], address: str, log: Path) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and all that it has started."""
+    """End the process and its children."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -204,7 +205,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _run(app: Path, link: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """`flwr run`, with its log on stdout; raises `RunFailed` unless the run was completed."""
     home = _home(environment)
-    if not home.exists():  # a local SuperLink stores private things there
+    if not home.exists():  # a local SuperLink stores private files there
         home.mkdir(mode=0o700, parents=True)
     stream = [] if _given(arguments).stream else ["--stream"]
     command = [_program("flwr"), "run", str(app), link, *stream, *arguments]
@@ -226,14 +227,14 @@ def _run(app: Path, link: str, arguments: Sequence[str], environment: Mapping[st
 
 
 def _status(link: str, run: str, environment: Mapping[str, str]) -> tuple[str, str]:
-    """How the run has ended; Flower takes a while to notice that a server was killed."""
+    """Status of the run. Flower takes a while to notice that a server was killed."""
     command = [_program("flwr"), "list", link, "--run-id", run, "--format", "json"]
     end, status, details = time.monotonic() + SECONDS_TO_END, "unknown", ""
     while not status.startswith("finished") and time.monotonic() < end:
         found = subprocess.run(command, env=environment, capture_output=True, text=True)  # noqa: S603
         with suppress(ValueError, LookupError):
-            (told,) = json.loads(found.stdout[found.stdout.index("{") :])["runs"]
-            status, details = str(told["status"]), str(told.get("status-details", ""))
+            (run_facts,) = json.loads(found.stdout[found.stdout.index("{") :])["runs"]
+            status, details = str(run_facts["status"]), str(run_facts.get("status-details", ""))
     return status, details
 
 

@@ -1,4 +1,4 @@
-"""Secure aggregation with Flower's SecAgg+: the server learns sums over clients, no single reply.
+"""Secure aggregation with Flower's SecAgg+: the server receives sums over clients, no single reply.
 
 `secure-aggregation = true` in the run configuration. Flower offers SecAgg+ in its older interface
 only (`FitIns`, `FitRes`, `LegacyContext`), and its mod acts on messages of type `train` only. So
@@ -6,9 +6,9 @@ probes are sent as `train` messages, our messages are packed into that interface
 (`client.secured`) answers nothing that the mod does not mask. The four stages, the keys and the
 masks are Flower's.
 
-Flower lets one reply of the wrong form stop the whole sum. Masked values cannot be checked, but the
-rest of a reply can: a node that sends nonsense is left out by name, and Flower's workflow gets the
-other replies only.
+In Flower one reply of the wrong form stops the whole sum. Masked values cannot be checked, but the
+rest of a reply can: invalid replies are left out and recorded, and Flower's workflow receives the
+others only.
 
 Values are rounded at random up or down to steps of 2 · clipping_range / `quantisation`: the mean of
 a round is off by less than one step (where weights are numbers of samples, times `max_weight` and
@@ -65,7 +65,7 @@ def quantisation(clients: int) -> int:
 
 
 class SecureTransport(GridTransport):
-    """Clients behind a Flower grid, whose replies reach the server as sums only."""
+    """Clients on a Flower grid; the server receives sums of their replies only."""
 
     name = "flower-secure"
 
@@ -97,8 +97,8 @@ class LeftEarly(Exception):
 
 
 class Workflow:
-    """One secure sum. For Flower's workflow it is both the strategy, which has the requests and
-    keeps the mean, and the grid, which checks every reply."""
+    """One secure sum. It acts as two of Flower's objects: the strategy, which has the requests and
+    stores the mean, and the grid, which checks every reply."""
 
     def __init__(
         self, transport: SecureTransport, requests: dict[int, Message], like: Tree, seconds: float
@@ -229,8 +229,8 @@ class Workflow:
             raise ValueError(f"a weight of {weight!r}")
 
     def _blame(self) -> bool:
-        """After the last stage failed: leave out clients whose shares do not fit together. False if
-        there are none."""
+        """After the last stage failed: mark clients whose shares do not fit the others' as lost.
+        False if there are none."""
         for owner, shares in self.shares.items():
             fitting = _fitting(shares, self.threshold)
             bad = shares.keys() - fitting if 2 * len(fitting) > len(shares) else {owner}
@@ -252,7 +252,7 @@ def _check_lists(answer: Any, keys: tuple[str, str], nodes: Set[int]) -> None:
 
 
 def _with_keys_of_others(kept: dict[int, Envelope]) -> set[int]:
-    """Clients whose keys are not unique: Flower's nodes refuse to continue with equal keys."""
+    """Clients whose keys are not unique; Flower's nodes refuse equal keys."""
     keys = {c: [_configs(r)[k] for k in (Key.PUBLIC_KEY_1, Key.PUBLIC_KEY_2)]
             for c, r in kept.items()}  # fmt: skip
     often = Counter(key for pair in keys.values() for key in pair)

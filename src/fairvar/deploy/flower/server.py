@@ -1,16 +1,15 @@
-"""The ServerApp: a run on Flower is stored in the same files as a simulated one.
+"""The ServerApp. It stores a run in the same files as a simulation.
 
-A checkpoint is written after every round. The same run, started again, continues from the last
-checkpoint, whatever happened to the server, its SuperLink or the nodes. The log has a line for each
-round and ends with the scores of the run. `flwr run --stream` ends with 0 even if the ServerApp
-fails, so the file failed.txt in the run's folder says why it failed.
+A checkpoint is written after every round, and a restarted run continues from the last one. The log
+has a line for each round and ends with the scores of the run. `flwr run --stream` exits with 0 even
+if the ServerApp fails, so the reason of a failure is in failed.txt in the run's folder.
 """
 
 from __future__ import annotations
 
 import csv
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -33,13 +32,15 @@ from flwr.supercore.differential_privacy import (
     add_gaussian_noise_inplace,
     compute_stdv,
 )
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 from fairvar.data.fetch import file_digest
 from fairvar.deploy.client import sends_loss
 from fairvar.deploy.flower.secure import SecureTransport
 from fairvar.deploy.flower.setup import SECURE, PrivacySettings, Setup
-from fairvar.deploy.flower.summary import progress, tell
 from fairvar.deploy.flower.transport import LOG, GridTransport
 from fairvar.deploy.guard import FederationSettings, Notes, Refusal, RoundNote
 from fairvar.deploy.run import Federated, check_start, federate, first_state
@@ -49,6 +50,7 @@ from fairvar.engine.train import Checkpoint
 from fairvar.errors import BadInput, IntegrityError, RunFailed
 from fairvar.methods.base import Method
 from fairvar.runs.identity import (
+    DEPLOYED_FILE,
     Identity,
     checkpoint_key,
     code_of,
@@ -65,6 +67,7 @@ from fairvar.runs.store import (
     is_complete,
     lock_of,
     read_checkpoints,
+    read_sealed,
     store_run,
     write_checkpoint,
     write_text,
@@ -73,7 +76,12 @@ from fairvar.runs.stored import Deployed, StoredRun
 from fairvar.tree import size
 
 FAILED = "failed.txt"
-SECONDS_FOR_ANOTHER = 60.0  # for another server of this run to end
+SECONDS_FOR_ANOTHER = 60.0  # to wait for the lock of another server of this run
+COLUMNS = {"mean": ("accuracy %", 2), "variance_over_clients": ("variance", 3),
+           "noise_floor": ("noise floor", 3), "corrected_variance": ("corrected", 3),
+           "worst_10_percent": ("worst 10 %", 2)}  # fmt: skip
+WIDTH = 160  # of the summary, whose output is usually no terminal
+MAX_SITES = 30  # with more, the summary does not list every site
 
 
 def run_on(grid: Grid, setup: Setup) -> Path:
@@ -84,7 +92,7 @@ def run_on(grid: Grid, setup: Setup) -> Path:
     with _one_server(folder):
         if is_complete(folder):
             LOG.info("this run is finished already")
-            tell(folder)
+            print_summary(folder)
             return folder
         (folder / FAILED).unlink(missing_ok=True)
         try:
@@ -93,13 +101,13 @@ def run_on(grid: Grid, setup: Setup) -> Path:
         except Exception as error:
             write_text(folder / FAILED, f"{error or type(error).__name__}\n")
             raise
-    tell(folder)
+    print_summary(folder)
     return folder
 
 
 @contextmanager
 def _one_server(folder: Path) -> Iterator[None]:
-    """Hold the lock of the run. A server that was stopped may need a while to end."""
+    """Hold the lock of the run; waits a while for a server that is stopping."""
     try:
         with lock_of(folder, SECONDS_FOR_ANOTHER):
             folder.mkdir(exist_ok=True)
@@ -185,14 +193,80 @@ def _csv(rows: Sequence[tuple[Any, ...]], fields: Sequence[str]) -> bytes:
     return text.getvalue().encode()
 
 
-# -- what the run is, and where it starts ----------------------------------------------------------
+# -- the log: a line for each round, and the scores at the end -------------------------------------
+def progress(made: Checkpoint, clients: int) -> str:
+    """How many clients took part in the round, and the scores if it was evaluated."""
+    tables = made.tables or {}
+    noted = Notes.reopen(tables, clients).rounds
+    text = f": {len(noted[-1].clients)} of {clients} clients" if noted else ""
+    if len(tables["evaluated"]) and int(tables["evaluated"][-1]) == made.state.round:
+        for split in ("test", "valid"):
+            loss = tables.get(f"evaluated_loss/{split}/global")
+            accuracy = tables.get(f"accuracy/{split}/global")
+            if loss is not None and bool(loss[-1].isfinite().any()):
+                text += f", {split} loss {float(loss[-1].nanmean()):.3f}"
+                if accuracy is not None and bool(accuracy[-1].isfinite().any()):
+                    known = accuracy[-1][accuracy[-1].isfinite()]
+                    text += f", accuracy {100 * float(known.mean()):.1f} %"
+                    text += f" (lowest {100 * float(known.min()):.1f} %)"
+                return text
+    return text
+
+
+def print_summary(folder: Path) -> None:
+    """Print the fairness of a finished run, the scores of its sites, and the refused replies."""
+    run = StoredRun.open(folder)
+    history, refused = run.history(), run.manifest["birth"]["refused"]
+    terms = msgspec.json.decode(read_sealed(folder, run.manifest, DEPLOYED_FILE))
+    names = {int(client): name for client, name in terms.get("sites", {}).items()}
+    heads = [title for title, _ in COLUMNS.values()]
+    rows = [[name, *(f"{100 * scores[key]:.{digits}f}" for key, (_, digits) in COLUMNS.items())]
+            for name, scores in sorted(run.manifest["result"].items())]  # fmt: skip
+    print(f"\n{run.manifest['method']} after {history.state.round} rounds")
+    if rows:
+        _print_columns([["clients' fairness", *heads], *rows])
+        print("(variance over clients in fraction² × 100)")
+    split = next((s for s in ("test", "valid") if (s, "global") in history.evaluated_loss), None)
+    if split is not None and history.clients <= MAX_SITES and len(history.evaluated):
+        _print_columns(_by_site(history, split, names))
+    if refused:
+        print("left out: " + ", ".join(f"{n} × {why}" for why, n in refused.items())
+              + "; refused.csv says which and why")  # fmt: skip
+    print(f"the run is in {folder}; `fairvar report {folder.parent}` writes tables, figures and "
+          "a page", flush=True)  # fmt: skip
+
+
+def _by_site(history: History, split: str, names: Mapping[int, str]) -> list[list[str]]:
+    loss = history.evaluated_loss[split, "global"][-1].tolist()
+    accuracy = history.accuracy.get((split, "global"))
+    right = [] if accuracy is None else [f"{100 * a:.2f}" for a in accuracy[-1].tolist()]
+    sizes = [history.samples[part].tolist() for part in ("train", split)]
+    rows = [["site", "train", split, f"{split} loss", *(["accuracy %"] if right else [])]]
+    for i, value in enumerate(loss):
+        counts = [str(size[i]) for size in sizes]
+        rows.append([names.get(i, f"client {i}"), *counts, f"{value:.3f}", *right[i : i + 1]])
+    return rows
+
+
+def _print_columns(rows: Sequence[Sequence[str]]) -> None:
+    """Text in columns, the first to the left."""
+    table = Table(box=None, pad_edge=False)
+    for number, head in enumerate(rows[0]):
+        table.add_column(Text(head), justify="right" if number else "left", no_wrap=True)
+    for row in rows[1:]:
+        table.add_row(*map(Text, row))
+    Console(width=WIDTH, highlight=False).print(table)
+
+
+# -- identity and start of the run
+# ------------------------------------------------------------------
 def folder_of(setup: Setup) -> Path:
     """The name of a simulated run's folder, followed by "-flower"."""
     return setup.out / _identity(setup).name
 
 
 def _identity(setup: Setup) -> Identity:
-    """What the run computes. The checksums of nodes' own data are not known."""
+    """The identity of the run. Checksums of the nodes' own data are not known."""
     config, model = setup.config, setup.agreed.model
     code = code_of(config)
     if setup.own_model and isinstance(model, nn.Module):
@@ -209,7 +283,7 @@ def _identity(setup: Setup) -> Identity:
 
 
 def _further_settings(setup: Setup) -> dict[str, object]:
-    """What decides the numbers and is not in the configuration; None for defaults."""
+    """Settings that affect the results and are not in the configuration; None for defaults."""
     agreed, model = setup.agreed, setup.agreed.model
     caps = _unusual(setup.rules, "loss_cap", "weight_cap", "largest")
     bounds = _unusual(setup.rules, "norm_bound", "mean_loss_bound", "average", "liars")
@@ -234,7 +308,7 @@ def _name(loss: object) -> str:
 
 
 def _content(folder: Path) -> str:
-    """SHA-256 of the files of simulated sites: other data are another run."""
+    """SHA-256 of the files of simulated sites, part of the run's identity."""
     found = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         found.update(f"{file.relative_to(folder)}\0{file_digest(file)}\n".encode())
@@ -269,8 +343,8 @@ def _start(setup: Setup, folder: Path, fresh: State) -> Checkpoint | None:
 
 
 def _checkpoints(setup: Setup, folder: Path) -> list[Checkpoint]:
-    """Checkpoints to resume from. Rounds on real nodes are never discarded silently: if there are
-    only checkpoints of other runs, this run is refused. Other versions of fairvar or torch may
+    """Checkpoints to resume from. Raises if there are only checkpoints of other runs, because
+    rounds on real nodes must not be discarded silently. Other versions of fairvar or torch may
     resume."""
     identity, found, refused = _identity(setup), list[Checkpoint](), list[str]()
     for payload in (part for files in read_checkpoints(folder) for part in files.values()):
@@ -290,7 +364,7 @@ def _checkpoints(setup: Setup, folder: Path) -> list[Checkpoint]:
 
 # -- differential privacy --------------------------------------------------------------------------
 def check_fits(settings: PrivacySettings, method: Method, state: State) -> None:
-    """Refuse methods that also send losses, gradients or statistics, which get no noise."""
+    """Refuse methods whose clients also send losses, gradients or statistics: they get no noise."""
     more = sends_loss(method) or method.uses_mean_gradient or method.client_weights == "size"
     if more or state.buffers:
         what = "batch-norm statistics" if state.buffers else ", ".join(method.reveals)
@@ -312,8 +386,8 @@ def noisy(outcome: Outcome, settings: PrivacySettings) -> Outcome:
 
 
 def spent(settings: PrivacySettings | None, clients: int, releases: int) -> dict[str, Any] | None:
-    """The privacy cost of so many noisy means by Flower's accountant: for the presence of a client,
-    against anybody who sees the models but not the updates, without amplification by sampling."""
+    """(ε, δ) of `releases` noisy means by Flower's accountant: add-or-remove-one client, for an
+    adversary who sees the models but not the updates, without amplification by sampling."""
     if settings is None or settings.delta is None or not releases:
         return None
     from flwr.serverapp import RdpAccountant

@@ -1,11 +1,11 @@
-"""A Flower app's run configuration as a `Config`: what the server and every node agree on.
+"""A Flower app's run configuration as a `Config`, shared by the server and every node.
 
 Flower's run configuration is flat and has fixed keys; everything else goes into two strings:
 
     method = "fairgrad"                  any name of `fairvar methods`
     method-options = "strength=0.1 exact=true"
-    data = "digits"                      an embedded set (node i holds part i), or "own": what the
-                                         function `data` of the app reads at every node
+    data = "digits"                      an embedded set (node i holds part i), or "own": the data
+                                         that the app's function `data` reads at every node
     clients = 5                          the number of all possible clients …
     sites = "berlin lyon"                … or their names; a client's id is its place here
     folder = ""                          to simulate own data: a file or folder for each site
@@ -14,7 +14,7 @@ Flower's run configuration is flat and has fixed keys; everything else goes into
     input-shape = "64", classes = 10     of one sample; for own data only; 0 classes: regression
     out = "runs"                         where the server writes the run
     start = ""                           the folder of a finished run to start from
-    secure-aggregation = false           true: the server learns sums over clients only (`secure`)
+    secure-aggregation = false           true: the server receives sums over clients only
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Model = Callable[[], nn.Module | tuple[nn.Module, str | LossFunction]]
 S = TypeVar("S", bound=Checked)
 SECURE = "secure-aggregation"
 OWN_DATA = "own"
-FEWEST = 3  # clients in a secure sum; of two clients, each could subtract its own value
+FEWEST = 3  # clients in a secure sum; with two, each could subtract its own value
 PLACES = {
     "method": "method.name",
     "data": "data.name",
@@ -86,15 +86,15 @@ class PrivacySettings(Checked, frozen=True, kw_only=True):
 class SecureSettings(Checked, frozen=True, kw_only=True):
     __where__: ClassVar[str | None] = "secure"
 
-    clipping_range: Positive = 8.0  # no value that a client adds may be larger
-    # Share of the clients that must stay until the sum is recovered. Fewer clients, together with
-    # the server, cannot unmask anybody.
+    clipping_range: Positive = 8.0  # largest absolute value in a client's terms of the sums
+    # Share of the clients that must answer all stages. Fewer clients cannot, together with the
+    # server, unmask another client.
     threshold: Annotated[float, msgspec.Meta(gt=0.5, le=1)] = 2 / 3
     max_weight: Positive = 1.0  # the largest number of samples, where weights are those
 
 
 def check_carries(config: Config, settings: SecureSettings) -> None:
-    """Refuse what a secure sum cannot compute or hide."""
+    """Refuse configurations that a secure sum cannot compute or hide."""
     method, train = config.method, config.train
     if not is_additive(method):
         what = ", ".join(method.reveals)
@@ -115,7 +115,7 @@ def check_carries(config: Config, settings: SecureSettings) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The run configuration, checked: what the server and every node agree on."""
+    """The checked run configuration, the same on the server and every node."""
 
     config: Config
     rules: FederationSettings
@@ -218,8 +218,8 @@ def read_setup(
 
 
 def _own_data(data: dict[str, Any]) -> bool:
-    """Whether the run configuration says so. The stored configuration names no data set of ours
-    then, but it must name one: .npz files of unknown place."""
+    """Whether nodes use their own data. The stored configuration must name some data set, and then
+    names .npz files without a path."""
     if data.get("name") in OWN:
         raise BadInput(f'data = "{data["name"]}": the function `data` of the app reads a node\'s '
                        f'files; write it there and set data = "{OWN_DATA}"')  # fmt: skip
@@ -244,8 +244,8 @@ def _possible_bounds(
     privacy: PrivacySettings | None,
     secure: SecureSettings | None,
 ) -> FederationSettings:
-    """Switch off bounds on single replies, or that compare clients, where they cannot work or
-    would void the promise of the noise; refuse them if they are given."""
+    """Switch off limits on single replies with secure aggregation, which hides them, and with
+    differential privacy, whose noise assumes a mean; refuse them if they are given."""
     if secure is not None:
         why = "secure aggregation hides single replies"
     elif privacy is not None:

@@ -1,13 +1,12 @@
-"""Messages over a Flower grid, with our own loop: Flower's polls every 3 seconds only.
+"""Messages over a Flower grid, with our own polling loop (Flower's polls every 3 seconds only).
 
-Every new node is asked once which client it is (`hello`), and a node that did not answer in time is
-asked again before it gets more work. The server never waits for nodes that it does not need. From
-its first hello on, a client id belongs to the key with which that node is registered, also after a
-restart of the server: another node with the same id is left out until the operator releases the id.
+Every new node is asked once for its client id (`hello`), and a node that did not reply in time is
+asked again before it gets further requests. From its first hello on, a client id is bound to the
+key with which that node is registered, also after a restart of the server: another node with the
+same id is left out until the operator releases the id (`federation.rebind`).
 
-A message is one ArrayRecord and one ConfigRecord each way, nothing pickled. There is one record of
-arrays because Flower's privacy mods require exactly one, and the train exchange is a plain `train`
-message because these mods act on no other type.
+A message is one ArrayRecord and one ConfigRecord in each direction, nothing pickled. Flower's
+privacy mods require exactly one record of arrays and act only on messages of type `train`.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ T = TypeVar("T")
 LOG = logging.getLogger("flwr.fairvar")
 PAUSE = 0.1  # seconds between two polls for replies; a poll takes about 10 ms
 POLL_NODES = 2.0  # seconds between two polls for new nodes during an exchange
-RETRY = 15.0  # seconds before a node that could not be used is asked again
-HELLO_LIFE = 3600.0  # seconds; a busy node may answer late
-Reply = Envelope | Exception  # a reply, or the error that Flower raised when it opened one
+RETRY = 15.0  # seconds before a refused node is asked again
+HELLO_LIFE = 3600.0  # seconds; a busy node may reply late
+Reply = Envelope | Exception  # a reply, or Flower's error when it read one
 ARRAYS, FACTS, NUMBER = "arrays", "message", "number/"
 KINDS = {"probe": "query.probe", "train": "train", "evaluate": "evaluate"}  # message types
 HELLO = "query.hello"
@@ -93,7 +92,7 @@ class GridTransport:
             time.sleep(PAUSE)
 
     def _check_simulated(self) -> None:
-        """Simulated nodes are all there from the beginning: waiting for more would be in vain."""
+        """Raise if fewer nodes are simulated than clients: their number does not grow."""
         nodes = len(list(self.grid.get_node_ids())) if isinstance(self.grid, InMemoryGrid) else 0
         if 0 < nodes < self.clients:
             raise BadInput(
@@ -113,13 +112,13 @@ class GridTransport:
 
         for client, found in self.collect(sent, seconds, read):
             if isinstance(found, BadMessage) and found.reason in (Reason.NO_REPLY, Reason.ERROR):
-                self._lose(client, asked[client], found)  # it must say hello again
+                self._lose(client, asked[client], found)  # ask for its id again
             yield Arrival(client, found)
 
     def collect(
         self, sent: Mapping[int, Envelope], seconds: float, read: Callable[[int, Envelope], T]
     ) -> Iterator[tuple[int, T | BadMessage]]:
-        """Send messages to clients; what `read` makes of each reply, or why there is none."""
+        """Send messages to clients; yields `read(reply)`, or the reason why there is no reply."""
         waiting = self._push(sent.items())
         silent = sent.keys() - waiting.values()
         for message, reply in self._replies(set(waiting), seconds):
@@ -129,7 +128,7 @@ class GridTransport:
             yield client, BadMessage()
 
     def _push(self, envelopes: Iterable[tuple[int, Envelope]]) -> dict[str, int]:
-        """Message id → recipient. One by one, so that a message that Flower refuses is alone."""
+        """Message id → recipient. Sent one by one, so that only refused messages are lost."""
         sent = {}
         for whom, envelope in envelopes:
             (*ids,) = self.grid.push_messages([envelope])
@@ -156,13 +155,13 @@ class GridTransport:
         return Envelope(records, self.nodes[request.client], KINDS[kind], ttl=seconds)
 
     def _lose(self, client: int, node: int, why: BadMessage) -> None:
-        if self.nodes.get(client) == node:  # and not a node that replaced it
+        if self.nodes.get(client) == node:  # not if another node has replaced it
             del self.nodes[client]
             name = labelled(client, self.names)
             LOG.warning("%s is lost: %s", name, why.detail or "no reply in time")
 
     def _welcome(self) -> None:
-        """Ask new nodes which clients they are, without waiting for answers."""
+        """Ask new nodes for their client ids, without waiting for the replies."""
         self.listed = {info.node_id: self._key(info) for info in self.grid.get_nodes()}
         for client, node in list(self.nodes.items()):
             if node not in self.listed:
@@ -200,8 +199,8 @@ class GridTransport:
         LOG.warning("node %s %s; it is left out", node, brief(why))
 
     def _key(self, info: NodeInfo) -> str:
-        """The fingerprint of the key that a node is registered with; without one, its node id.
-        Empty in simulations, which draw new keys at every start."""
+        """The fingerprint of the node's registered key, or its node id without one. Empty in
+        simulations, which draw new keys at every start."""
         if isinstance(self.grid, InMemoryGrid):
             return ""
         if not info.public_key:
@@ -209,7 +208,7 @@ class GridTransport:
         return hashlib.sha256(info.public_key).hexdigest()[:32]
 
     def _of_another(self, client: int, key: str) -> str | None:
-        """Why this client cannot belong to this key; None if it can."""
+        """The reason why this client id cannot be bound to this key; None if it can."""
         if not key:
             return None
         bound = self.keys.get(client, key)
@@ -220,9 +219,8 @@ class GridTransport:
         return f"its key {key} belongs to client {theirs[0]}" if theirs else None
 
     def _pull(self, ids: Iterable[str]) -> Iterator[tuple[str, Reply]]:
-        """Replies that have arrived, each with the id of the message that was asked for. One by
-        one: Flower opens a reply when it fetches it, and an error there would lose the others. What
-        a reply itself says that it answers is not trusted."""
+        """Replies that have arrived, each with the id of its request (the id inside the reply is
+        not trusted). Fetched one by one: an error of Flower in one reply would lose the others."""
         for message in list(ids):
             try:
                 found = next(iter(self.grid.pull_messages([message])), None)
@@ -236,8 +234,8 @@ class GridTransport:
 
 
 def opened(reply: Reply, read: Callable[[Envelope], T]) -> T | BadMessage:
-    """What `read` makes of a reply, or why there is nothing. Replies are opened only here; one that
-    causes any exception is a bad reply."""
+    """`read(reply)`, or the reason why it failed. Replies are read only here: any exception makes
+    the reply a bad one."""
     try:
         if isinstance(reply, Exception):
             raise reply
@@ -249,10 +247,10 @@ def opened(reply: Reply, read: Callable[[Envelope], T]) -> T | BadMessage:
 
 
 def error_of(reply: Envelope) -> BadMessage:
-    # Late by the SuperLink's clock, which may be ahead of ours.
+    # Late by the SuperLink's clock, which may be ahead of this machine's.
     late = reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
     text = f"Flower's error {reply.error.code}: {reply.error.reason or ''}"
-    if raised := QUOTED.search(text):  # by the app: the exception itself
+    if raised := QUOTED.search(text):  # an exception of the app
         text = f"{raised[1]}: {raised[2]}"
     return BadMessage(Reason.NO_REPLY if late else Reason.ERROR, text)
 

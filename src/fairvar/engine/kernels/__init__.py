@@ -1,4 +1,4 @@
-"""Ways to compute a round. All give the same numbers, within rounding; tests compare them.
+"""Kernels, which compute a round. All give the same results up to rounding; tests compare them.
 
 A kernel carries R ≥ 1 runs: in its states, outcomes and observations the run is the first axis.
 """
@@ -21,7 +21,7 @@ Splits = tuple[str, ...]
 
 @runtime_checkable
 class Kernel(Protocol):
-    """What the trainer needs: engines here, and federations of remote clients in `deploy`."""
+    """The interface for the trainer, of the kernels here and of deployments (`deploy/run.py`)."""
 
     @property
     def run(self) -> Run: ...
@@ -30,11 +30,11 @@ class Kernel(Protocol):
     def methods(self) -> Sequence[Method]: ...  # of each run
 
     def round(self, state: State, t: int, splits: Splits | None) -> tuple[Outcome, Seen | None]:
-        """Round t of all runs, from `state`. With `splits`, also what it shows of the clients, with
+        """Round t of all runs, from `state`. With `splits`, also observations of the clients, with
         their local models' scores on these splits."""
 
     def scores(self, state: State, splits: Splits) -> dict[Key, Scores]:
-        """The global models on the clients' samples, and personal models where there are some."""
+        """Scores of the global models on the clients' samples, and of personal models if any."""
 
 
 @runtime_checkable
@@ -45,13 +45,13 @@ class Recordable(Kernel, Protocol):
     def shows(self) -> bool: ...  # whether `see` works, so that evaluated rounds are repeated too
 
     def numbers(self) -> dict[str, list[float]]:
-        """The numbers of each run that may change between runs: learning rate, strengths."""
+        """The numbers that may differ between runs, for each run: learning rate, strengths."""
 
     def live(self, names: Tensor, numbers: dict[str, Tensor]) -> Recordable:
-        """The same kernel, which reads these from the device."""
+        """The same kernel, which reads these values from tensors on the device."""
 
     def compute(self, state: State, t: int) -> tuple[Outcome, Any]:
-        """Round t, and what `see` makes of it."""
+        """Round t, and intermediate results for `see`."""
 
     def see(self, before: State, t: int, work: Any, splits: Splits) -> Seen:
-        """What round t, which started from `before`, shows of the clients."""
+        """Observations of the clients in round t, which started from `before`."""

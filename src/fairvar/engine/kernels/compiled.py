@@ -1,7 +1,7 @@
-"""Local steps of many clients as one compiled graph: what a GPU prefers for heavy models.
+"""Local steps of many clients as one compiled graph, for heavy models on a GPU.
 
-`make_fx` records the vmapped step, with its derivatives, as plain tensor operations, and
-`torch.compile` compiles the record, so that the compiler never sees a transform. The layers are in
+`make_fx` traces the vmapped step, with its derivatives, into plain tensor operations, and
+`torch.compile` compiles the traced graph, which has no functorch transforms. The layers are in
 plain operations as well (`models/plain.py`), which the compiler fuses.
 
 Compiling takes minutes for each shape. So there are two: a group of clients with parameters of
@@ -9,7 +9,7 @@ their own, with a mask of real samples and without one. (Masks in batch norm mak
 MobileNetV2 a fifth slower.) A round consists of as many calls as its active clients fill groups,
 and the last group repeats a client.
 
-`FAIRVAR_COMPILED=FILE` keeps what the compiler made in a file, for later processes and for other
+`FAIRVAR_COMPILED=FILE` stores the compiler's cache in a file, for later processes and for other
 machines with the same GPU and torch: compiling then takes a fraction of the time.
 """
 
@@ -40,7 +40,7 @@ MOST_TOGETHER = 32  # clients in a group
 PRICE, SAVED = 180.0, 4e-11
 
 _COMPILED: dict[object, Callable[..., Any] | None] = {}  # None: it does not compile
-_FAILED: set[object] = set()  # what does not compile in one shape is not tried in another
+_FAILED: set[object] = set()  # keys that failed to compile; not tried again in other shapes
 
 
 def repays(rounds: int, samples: int, activations: int) -> bool:
@@ -66,8 +66,8 @@ def of_group(
 
 
 def _filled(leaf: Tensor | None, width: int) -> Tensor | None:
-    """As many rows as `width`: the last is repeated where there are fewer. In one order in memory,
-    because another one compiles again."""
+    """Repeat the last row up to `width` rows. Contiguous, because other strides would be compiled
+    again."""
     if leaf is None or len(leaf) == width:
         return None if leaf is None else leaf.contiguous()
     rows = torch.arange(width, device=leaf.device).clamp(max=len(leaf) - 1)
@@ -114,7 +114,7 @@ def _compile(
         made = torch.compiler.save_cache_artifacts() if kept else None
         if kept and made is not None:
             write_bytes(Path(kept), made[0])
-    except Exception as error:  # of the recorder, the compiler or the tools that it starts
+    except Exception as error:  # of make_fx, the compiler or its tools
         warnings.warn(f"local steps are computed without compiling them: {cause(error)}",
                       stacklevel=2)  # fmt: skip
         return None

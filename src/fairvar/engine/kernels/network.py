@@ -3,7 +3,7 @@
 - reference: client after client, as in the papers' boxes; the oracle of the tests
 - pooled: one step without client gradients; one weighted backward pass over all samples
 - blocked: one step with client gradients or curvature; parameters are shared
-- vmapped: every client has parameters of its own; several local steps
+- vmapped: every client has its own parameters; several local steps
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Network:
             outcome = vmapped_round(run, state, t, seen)
         else:
             if seen is not None:
-                # These forms make no local models. They are computed apart, so that evaluating
-                # does not change the training.
+                # These forms do not compute local models. They are computed in addition, so that
+                # evaluation does not change the training.
                 vmapped_round(run, state, t, seen)
             outcome = (pooled_round if self.form == "pooled" else blocked_round)(run, state, t)
         return outcome.map(one_run), None if seen is None else seen.result()
@@ -92,7 +92,7 @@ class Network:
 
 
 class LocalModels:
-    """Sees the clients' local models chunk by chunk, and scores them."""
+    """Observer that scores the clients' local models chunk by chunk."""
 
     def __init__(self, run: Run, before: State, splits: Splits) -> None:
         self.run, self.before = run, before
@@ -113,7 +113,7 @@ class LocalModels:
             table.loss[ids], table.accuracy[ids], table.score[ids] = scores
 
     def result(self) -> Seen:
-        # Over those that took part: their shares may sum to less than one.
+        # Over the participants, whose shares may sum to less than one.
         share = torch.where(self.squared_gradient_norm.isnan(), 0.0, self.run.share)
         mean = squared_norm(self.sums.trees["gradient"]).double() / share.sum() ** 2
         squares = self.squared_gradient_norm.nan_to_num(0.0, posinf=torch.inf)

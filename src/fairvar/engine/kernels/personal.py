@@ -1,13 +1,13 @@
-"""Personal models beside a shared one: every client keeps a model v_i of its own.
+"""The kernel for methods in which every client also trains a personal model v_i.
 
-    shared     x^{t+1} as the method's shared part makes it, by whichever kernel is fastest for it
+    shared     x^{t+1} by the fastest kernel for the method's shared part
     personal   v_i ← v_i − η_v (∇f_i(v_i) + λ (v_i − x^t)), step by step on the same batches
 
-The two meet in x^t only, which stays fixed during the round. So the shared model is trained by its
-own kernel, with the same bytes as without personal models, and the personal ones by that for
-clients with models of their own.
+Personal models depend on the shared model only through x^t, which is fixed during the round. So the
+shared model is trained by its own kernel, with the same bits as without personal models, and the
+personal models as local models are.
 
-Buffers (batch-norm statistics) belong to v_i: each training pass of v_i moves them, nothing is
+Buffers (batch-norm statistics) belong to v_i: its training passes update them, and they are not
 averaged.
 """
 
@@ -61,10 +61,7 @@ class WithPersonal:
         reference = isinstance(self.shared, Network) and self.shared.form == "reference"
         personal_round = _one_by_one if reference else _vectorised
         found = personal_round(self.run, state.map(first_run), t)
-        finite = torch.stack([torch.isfinite(leaf).all() for leaf in found.values()]).all()
-        return replace(
-            outcome, personal=tree_map(one_run, found), finite=outcome.fine & finite[None]
-        )
+        return replace(outcome, personal=tree_map(one_run, found))
 
     # -- recorded rounds ---------------------------------------------------------------------------
     @property
@@ -98,7 +95,7 @@ def _one_by_one(run: Run, state: State, t: int) -> Tree:
 
 
 def _vectorised(run: Run, state: State, t: int) -> Tree:
-    """The same with all clients of a chunk at once, or in turn where that is faster."""
+    """The same with all clients of a chunk at once, or one after another where that is faster."""
     before = state.personal
     assert before is not None
     run = run.personal.of_round(t)
@@ -117,7 +114,7 @@ def _vectorised(run: Run, state: State, t: int) -> Tree:
 
 
 def _scores(run: Run, personal: Tree, split: str) -> Scores:
-    """Every client's personal model on its own samples; clients that were not invited too."""
+    """Scores of all personal models on their clients' samples, sampled in the round or not."""
     parts, data = [], run.federation.splits[split]
     for start in range(0, run.clients, run.chunk):
         ids = torch.arange(run.clients, device=run.device)[start : start + run.chunk]

@@ -1,9 +1,8 @@
-"""The reference: client after client, a module, autograd and plain sums. The oracle of the tests.
+"""The reference loop: client after client, with modules and autograd. Tests compare with it.
 
-Slow on purpose, and without the engine's tricks: own forward passes, torch's own batch norm,
-Hessian-vector products by differentiating twice, the methods exactly as their papers' boxes. The
-arithmetic of one client is also that of the nodes of a real federation (`deploy/client.py`), where
-`run.federation` holds the samples of this client only.
+Simple instead of fast: one forward pass per client, torch's own batch norm, Hessian-vector products
+by differentiating twice, the methods as in their papers. The nodes of a deployment compute with the
+same functions (`deploy/client.py`); there `run.federation` holds one client's samples only.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from fairvar.tree import Tree, add, scale, squared_norm, stack, subtract, weight
 
 
 class Probed(NamedTuple):
-    """What a client sees at x^t."""
+    """A client's loss, gradient and buffers at x^t."""
 
     loss: Tensor  # f_i
     gradient: Tree  # ∇f_i
@@ -41,9 +40,9 @@ def load(run: Run, params: Tree, buffers: Tree) -> nn.Module:
 
 
 def probe(run: Run, method: Method, sent: nn.Module, t: int, client: int) -> Probed:
-    """f_i and ∇f_i at x^t, on the round's first batch; f_i on all samples if the method says so."""
+    """f_i and ∇f_i at x^t, on the round's first batch; f_i on all samples if `losses = "full"`."""
     batch = _batches(run, t, client)[0]
-    module = copy.deepcopy(sent)  # batch norm counts what it sees
+    module = copy.deepcopy(sent)  # a pass changes batch norm's statistics
     named = _trainable(module)
     loss = _loss(run, module, batch)
     found = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
@@ -88,8 +87,8 @@ def train(
 
 
 def train_personal(run: Run, v: Tree, sent: nn.Module, t: int, client: int) -> Tree:
-    """Parameters and buffers of the client's personal model after its steps of the round, which are
-    pulled to the model that the client has received."""
+    """Parameters and buffers of the client's personal model after its steps of the round, with the
+    proximal term to the model that the client received."""
     run, none = run.personal, torch.zeros((), dtype=torch.float64, device=run.device)
     start = load(run, v, {})
     module, _ = train(run, run.method, sent, t, client, None, none, None, start)
@@ -99,8 +98,8 @@ def train_personal(run: Run, v: Tree, sent: nn.Module, t: int, client: int) -> T
 def stepped(
     method: Method, x: Tree, probed: Probed, a: Tensor, g: Tree, train: TrainSettings, t: int
 ) -> Tree:
-    """x_i after one step, from what the client saw: as `train` makes it, where no curvature is
-    needed. So a server can take the step in the client's place."""
+    """x_i after one step without curvature, from the client's probe, equal to that of `train`: so a
+    server can take the step instead of the client."""
     dtype = next(iter(x.values())).dtype
     own, shared = method.coefficients(probed.loss.to(dtype), a.to(dtype))
     direction = _combined(probed.gradient, own, g, shared)
@@ -130,7 +129,7 @@ def _direction(
     a: Tensor,
     g: Tree | None,
 ) -> tuple[Tree, Tensor]:
-    """own ∇f_i + shared g + γ ∇²f_i (∇f_i − g), cut to the norm that is allowed; and own."""
+    """own ∇f_i + shared g + γ ∇²f_i (∇f_i − g), with bound and clipping; and own."""
     named = _trainable(module)
     with run.kernels():
         loss = _loss(run, module, batch)

@@ -1,4 +1,5 @@
-"""One local step from shared parameters.
+"""One local step from shared parameters: the forms "pooled" and "blocked"; and the update rule of
+local steps for all vectorised kernels.
 
 The pooled form: one forward pass over all clients' samples, one weighted backward pass.
 
@@ -36,7 +37,6 @@ from torch.func import grad, grad_and_value, vmap
 
 from fairvar.engine.batches import Batch, RoundBatches
 from fairvar.engine.evaluate import evaluate_shared
-from fairvar.engine.kernels.local import shortened, shortening
 from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State
 from fairvar.engine.task import channels_last
@@ -48,6 +48,7 @@ from fairvar.tree import (
     map_inputs,
     scale,
     squared_norm,
+    subtract,
     tree_map,
     typed_as,
     weighted_sum,
@@ -85,12 +86,11 @@ def take_samples(run: Run, batches: RoundBatches, width: int, some: slice = slic
 
 
 class PooledPass:
-    """Client losses at x, and any weighted sums of client gradients, from the same forward pass.
+    """Client losses at x and weighted sums of client gradients, from the same forward pass.
 
     The pass is made in pieces. If the `coefficients` of the sums are known before the losses, each
-    piece is differentiated at once, while a CPU still has it in its caches. If sums are asked for
-    `later`, the pieces wait with their graphs, or are computed again where these are too large.
-    """
+    piece is differentiated immediately, while it is in a CPU's caches. With `later`, the pieces
+    keep their autograd graphs for `gradients` or, if these are too large, are computed again."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class PooledPass:
         self.waiting: list[Tensor] = []  # sample losses with their graphs
         waits = later and run.graphs_fit
         self.loss = torch.zeros_like(run.share)
-        self.buffers = state.buffers  # without batch norm nothing changes them
+        self.buffers = state.buffers  # only batch norm changes them
         if run.task.batch_norm:
             self.buffers = {k: torch.zeros_like(v, dtype=_wide(v)) for k, v in self.buffers.items()}
         for piece in self.pieces:
@@ -123,7 +123,8 @@ class PooledPass:
         self.buffers = typed_as(self.buffers, state.buffers)
 
     def gradients(self, coefficients: list[Tensor]) -> list[Tree]:
-        """Σ_i c_i ∇f_i(x) for each vector c over the cohort. Only once: graphs are given up."""
+        """Σ_i c_i ∇f_i(x) for each vector c over the cohort. Can be called once, as it frees the
+        graphs."""
         while self.pieces:
             piece = self.pieces.pop()
             losses = self.waiting.pop() if self.waiting else self._forward(piece)
@@ -175,7 +176,7 @@ def _wide(buffer: Tensor) -> torch.dtype:
 
 
 def _pieces(run: Run, batches: RoundBatches) -> list[Samples]:
-    """Some samples at a time, or some clients of models with batch norm."""
+    """The cohort's samples in pieces; for models with batch norm, pieces of whole clients."""
     width = run.schedule.width if run.task.batch_norm else 1
     together, blocks = max(1, run.piece // width), len(run.cohort.blocks(width).place)
     cuts = [slice(i, i + together) for i in range(0, blocks, together)]
@@ -188,14 +189,14 @@ def _channels_last(batch: Batch) -> Batch:
 
 
 def takes_batch_losses(run: Run, method: Method) -> bool:
-    """Losses on all training data are those of the batch if it is everything (and a model without
-    batch norm and dropout does the same in training and evaluation)."""
+    """Whether the batch's losses are the ones that the method uses: by its option, or because the
+    batch is all training data (and training and evaluation mode are the same)."""
     same = run.schedule.full_batch and not run.task.batch_norm and not run.task.dropout
     return method.loss_data == "batch" or same
 
 
 def observed_losses(run: Run, state: State, method: Method, on_batch: Tensor | None) -> Tensor:
-    """The f_i(x^t) that the method works with: on this round's batch, or on all training data."""
+    """The f_i(x^t) that the method uses: on this round's batch, or on all training data."""
     if on_batch is not None and takes_batch_losses(run, method):
         return on_batch
     scores = evaluate_shared(
@@ -225,8 +226,16 @@ def pooled_round(run: Run, state: State, t: int) -> Outcome:
     if state.mean_gradient is not None and not method.probes:
         direction = add(direction, state.mean_gradient, spill.to(run.dtype))
     kept = mean_gradient[0] if run.method.reports_gradient else None
-    update = scale(_decayed(run, state, direction, weights), run.lr)
-    return server.outcome(update, loss, weights, memory, forward.buffers, own, kept)
+    return server.finish(
+        lambda *_: scale(_decayed(run, state, direction, weights), run.lr),
+        loss,
+        weights,
+        memory,
+        lr=run.lr,
+        buffers=forward.buffers,
+        own=own,
+        mean_gradient=kept,
+    )
 
 
 def _decayed(run: Run, state: State, direction: Tree, weights: Tensor) -> Tree:
@@ -264,7 +273,6 @@ def blocked_round(run: Run, state: State, t: int) -> Outcome:
         if run.clip_norm is not None:
             cut = torch.clamp(run.clip_norm / norms.sqrt(), max=1.0)
             norms, kept = norms * cut**2, weights * cut
-    normaliser = server.normaliser(loss, run.lr**2 * norms, run.lr)
     direction = weighted_sum(kept * own, gradient)
     if g is not None:
         direction = add(direction, g, (kept * shared).sum().to(run.dtype))
@@ -273,11 +281,22 @@ def blocked_round(run: Run, state: State, t: int) -> Outcome:
             products = _weighted_curvature(run, state, blocks, gradient, g, weights)
         direction = add(direction, products, method.curvature)
     direction = _decayed(run, state, direction, weights)
-    step = run.lr / normaliser
-    update = scale(direction, step.to(run.dtype) if isinstance(step, Tensor) else step)
-    kept_gradient = fresh if run.method.keeps_gradient else None
-    weights = weights / normaliser
-    return server.outcome(update, loss, weights, memory, buffers, own, kept_gradient)
+
+    def total(_: Tensor, normaliser: Tensor | float) -> Tree:
+        step = run.lr / normaliser
+        return scale(direction, step.to(run.dtype) if isinstance(step, Tensor) else step)
+
+    return server.finish(
+        total,
+        loss,
+        weights,
+        memory,
+        lr=run.lr,
+        buffers=buffers,
+        own=own,
+        mean_gradient=fresh if run.method.keeps_gradient else None,
+        squared_norms=run.lr**2 * norms,
+    )
 
 
 def _client_gradients(run: Run, state: State, blocks: Samples) -> tuple[Tensor, Tree, Tree]:
@@ -357,3 +376,40 @@ def _load() -> None:
         warnings.filterwarnings("ignore", message=".*torch.jit.script")
         with forward_ad.dual_level():
             forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+
+
+# -- the local rule, in all vectorised kernels -----------------------------------------------------
+def shortening(penalty: Tensor, gradient: Tensor, bound: float | Tensor) -> Tensor:
+    """s with s ‖p‖ ≤ b ‖∇f‖, from both squared norms; one where the penalty is short enough."""
+    most = bound**2 * gradient
+    return torch.where(penalty > most, (most / penalty).sqrt(), 1.0)
+
+
+def shortened(own: Tensor, factor: Tensor) -> Tensor:
+    """The factor of a client's own gradient, 1 + s (own − 1), after its penalty was shortened."""
+    return torch.where(factor < 1, 1 + factor * (own - 1), own)
+
+
+def bounded(
+    gradient: Tree, direction: Tree, own: Tensor, bound: float | Tensor
+) -> tuple[Tree, Tensor]:
+    """∇f + s p and its factor of the own gradient; d itself, bit by bit, where s is one."""
+    penalty = subtract(direction, gradient)
+    s = shortening(squared_norm(penalty), squared_norm(gradient), bound).to(own.dtype)
+    found = tree_map(lambda d, g, p: torch.where(s < 1, g + s * p, d), direction, gradient, penalty)
+    return found, shortened(own, s)
+
+
+def velocity(
+    run: Run, pull: float | Tensor, x: Tree, y: Tree, direction: Tree, before: Tree | None
+) -> Tree:
+    """v of the next step; `before` is that of the last one, None in the first. `x` is the model
+    that the clients received; y, directions and velocities may have the client as first axis."""
+    found = direction
+    if isinstance(pull, Tensor) or pull != 0:
+        found = tree_map(lambda d, yi, xi: d + pull * (yi - xi), found, y, x)
+    if run.weight_decay:
+        found = add(found, y, run.weight_decay)
+    if before is not None and run.momentum:
+        found = add(found, before, run.momentum)
+    return found

@@ -1,8 +1,8 @@
-"""The vectorised path: every client has its own parameters, all clients step together.
+"""The vmapped path: every client has its own parameters, and all clients step together.
 
 Used for several local steps, for norms of client updates (q-FFL), for curvature (FairGrad) and to
-see each client's own updated model. Clients are ordered by their number of steps, so those still
-active form a prefix that shrinks as small clients finish: ragged data waste no work.
+evaluate local models. Clients are ordered by their number of steps, so the active clients are a
+prefix that shrinks as small clients finish, and no step is computed for finished clients.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from torch.func import grad_and_value, vmap
 
 from fairvar.engine.batches import Batch, RoundBatches
 from fairvar.engine.kernels.compiled import group_width, of_group
-from fairvar.engine.kernels.local import bounded, velocity
 from fairvar.engine.kernels.shared import (
     PooledPass,
+    bounded,
     jvp,
     observed_losses,
     takes_batch_losses,
+    velocity,
 )
 from fairvar.engine.run import TILE, Run
 from fairvar.engine.server import Aggregator
@@ -59,7 +60,7 @@ class Trained:
     params: Tree
     buffers: Tree
     loss: Tensor  # f_i(x^t) on the first batch
-    gradient: Tree  # ∇f_i(x^t) on the first batch; empty where nobody asks for it
+    gradient: Tree  # ∇f_i(x^t) on the first batch; empty if not requested
     own: Tensor  # the factor of the client's own gradient in the first step
 
 
@@ -69,7 +70,7 @@ Own = tuple[Tree, Tree]  # parameters and buffers of clients, the client as firs
 
 @dataclass(frozen=True)
 class Sent:
-    """What the clients received with x^t."""
+    """What the clients receive with x^t."""
 
     method: Method
     mean_loss: Tensor
@@ -97,8 +98,8 @@ def client_norms(stacked: Tree) -> Tensor:
 
 
 def _tiles(stacked: Tensor) -> list[slice]:
-    """Of the first axis. On a GPU all of it: its sums depend on the chunks anyway, and thousands of
-    small kernels take longer than the sum."""
+    """Tiles of the first axis. On a GPU one tile: its sums depend on the chunks anyway, and
+    thousands of small kernels take longer than the sum."""
     width = max(1, len(stacked)) if stacked.is_cuda else TILE
     return [slice(start, start + width) for start in range(0, len(stacked), width)]
 
@@ -148,21 +149,22 @@ def vmapped_round(run: Run, state: State, t: int, observe: Observer | None = Non
         place = order.argsort()
         weights, memory = server.weigh(state.memory, loss, gram(update)[place][:, place])
         sums.add("update", weights[order], update)
-    normaliser = server.normaliser(loss, norms, run.lr)
-    update = divide(sums.trees["update"], normaliser)
-    return server.outcome(
-        server.with_term(update, loss, run.lr, sent.mean_gradient),
+    return server.finish(
+        lambda _, normaliser: divide(sums.trees["update"], normaliser),
         loss,
-        weights / normaliser,
+        weights,
         memory,
-        typed_as(sums.trees["buffers"], state.buffers) if state.buffers else {},
-        own,
-        _next_mean_gradient(run, state, sent, sums.trees.get("gradient")),
+        lr=run.lr,
+        buffers=typed_as(sums.trees["buffers"], state.buffers) if state.buffers else {},
+        own=own,
+        mean_gradient=_next_mean_gradient(run, state, sent, sums.trees.get("gradient")),
+        squared_norms=norms,
+        g=sent.mean_gradient,
     )
 
 
 def _next_mean_gradient(run: Run, state: State, sent: Sent, reported: Tree | None) -> Tree | None:
-    """g for the next round, where the method keeps one."""
+    """g for the next round, if the method keeps one."""
     if reported is not None:
         return sent.method.smoothed(state.mean_gradient, reported)
     return sent.mean_gradient if run.method.keeps_gradient else None
@@ -171,7 +173,7 @@ def _next_mean_gradient(run: Run, state: State, sent: Sent, reported: Tree | Non
 def _receive(
     run: Run, state: State, server: Aggregator, batches: RoundBatches
 ) -> tuple[Sent, Tensor | None]:
-    """What the clients get before they train, and the losses if the server needs them by then."""
+    """What the clients receive before they train, and the losses if the server needs them then."""
     method, full, loss = server.method, None, None
     forward, needs_loss = None, method.needs_losses
     if method.probes or (needs_loss and takes_batch_losses(run, method)):
@@ -203,7 +205,7 @@ def train_stacked(
     steps = [cohort.steps[place] for place in order]
 
     def step(number: int, shared: bool, some: slice, models: Models) -> tuple[Models, _Step]:
-        """These clients after a step, and what the step showed of them."""
+        """These clients' models after a step, and the step's gradients and losses."""
         rows, mask = batches.rows(number, places[some])
         batch = batches.take(rows, number, mask if cohort.pads(number, order[some]) else None)
         full = None if sent.full_loss is None else sent.full_loss[places[some]].to(run.dtype)
@@ -268,7 +270,7 @@ def _moved(
 
 
 class Prefix:
-    """The models of a chunk's clients while fewer and fewer of them are still training."""
+    """The models of a chunk's clients; the active clients are a prefix that shrinks."""
 
     def __init__(self, *models: Tree) -> None:
         self.models: Models = models  # type: ignore[assignment]
@@ -295,7 +297,8 @@ class Prefix:
     def step(
         self, calls: list[slice], step: Callable[[slice, Models], tuple[Models, _Step]]
     ) -> list[_Step]:
-        """All active clients take a step, call after call; what each call showed."""
+        """All active clients take a step, call after call; returns each call's gradients and
+        losses."""
         calls = [slice(c.start, min(c.stop, self.active)) for c in calls if c.start < self.active]
         made = [step(some, self.part(some)) for some in calls]
         self.models = _joined([models for models, _ in made])
@@ -313,10 +316,10 @@ def _joined(parts: list[Models]) -> Models:
 
 
 def _calls(active: int, width: int, device: torch.device) -> list[slice]:
-    """How the active prefix of a chunk is vectorised: all of it, or whole tiles and the rest apart.
+    """The vectorised calls for the active prefix of a chunk: one call, or whole tiles and the rest.
 
-    So the number of clients that compute together never depends on the chunk below one tile. (A GPU
-    promises no such thing, and there a second call costs as much as the first.)
+    So the width of a call below one tile does not depend on the chunk, nor do the last bits. (On a
+    GPU they do anyway, and a second call costs as much as the first.)
     """
     whole = active - active % TILE
     together = active in (0, width) or device.type == "cuda"
@@ -324,7 +327,7 @@ def _calls(active: int, width: int, device: torch.device) -> list[slice]:
     return [slice(a, b) for a, b in pairwise(cuts) if b > a]
 
 
-class _Step(NamedTuple):  # a tuple, because vmap looks into those
+class _Step(NamedTuple):  # a tuple, because vmap maps over tuples
     direction: Tree
     gradient: Tree
     buffers: Tree
@@ -335,7 +338,7 @@ class _Step(NamedTuple):  # a tuple, because vmap looks into those
 def _compiled_step(
     run: Run, sent: Sent, x: Tree, models: Models, batch: Batch, full: Tensor | None
 ) -> tuple[Models, _Step] | None:
-    """One local step of a group of clients; None where it does not compile."""
+    """One compiled local step of a group of clients; None if it does not compile."""
     method, task = sent.method, run.task.plain
     axes = (0, 0, batch.axes, None if full is None else 0)
 
@@ -343,7 +346,7 @@ def _compiled_step(
         (params, buffers, v), batch, full = some
         numbers, mean_loss, g, x, lr = received
         acting = replace(sent, method=method.with_numbers(numbers), mean_gradient=g)
-        if mean_loss is not None:  # otherwise nothing uses it, and no graph contains it
+        if mean_loss is not None:  # otherwise it is not used, and not part of the graph
             acting = replace(acting, mean_loss=mean_loss)
         made = vmap(_client_step(run, task, acting), in_dims=axes)(params, buffers, batch, full)
         after = _moved(run, acting.method.pull, lr, x, params, v or None, made)
@@ -377,10 +380,10 @@ def _client_step(run: Run, task: Task, sent: Sent) -> Callable[..., _Step]:
             return found(at, buffers, batch)
 
         def product(away: Tree) -> Tree:
-            # Forward over reverse: right for every layer, batch norm included, and it gives each
-            # client its own product, which local steps need.
-            bent: Tree = jvp(lambda at: loss_and_gradient(at)[0], (params,), (away,))[1]
-            return bent
+            # Forward over reverse: correct for every layer, batch norm included, and one product
+            # per client, which local steps need.
+            found: Tree = jvp(lambda at: loss_and_gradient(at)[0], (params,), (away,))[1]
+            return found
 
         gradient, (loss, new_buffers) = loss_and_gradient(params)
         direction, own = _direction(run, sent, gradient, loss if full is None else full, product)
@@ -392,7 +395,7 @@ def _client_step(run: Run, task: Task, sent: Sent) -> Callable[..., _Step]:
 def _direction(
     run: Run, sent: Sent, gradient: Tree, loss: Tensor, product: Callable[[Tree], Tree]
 ) -> tuple[Tree, Tensor]:
-    """own ∇f_i + shared g + γ ∇²f_i (∇f_i − g), within the bounds of method and run; and own."""
+    """own ∇f_i + shared g + γ ∇²f_i (∇f_i − g), with bound and clipping; and own."""
     method, g = sent.method, sent.mean_gradient
     own, shared = (
         c.to(loss.dtype) if isinstance(c, Tensor) else c
@@ -422,8 +425,8 @@ def train_in_turn(
     gradients: bool,
     own: Own | None = None,
 ) -> Trained:
-    """The same, client after client: what a CPU prefers for convolutions. Those of clients with
-    weights of their own are grouped convolutions under vmap, two to three times slower there."""
+    """The same, client after client, for convolutions on a CPU: under vmap those with weights per
+    client are grouped convolutions, two to three times slower there."""
     some = slice(*chunk)
     order = run.cohort.order[some]
 
@@ -445,9 +448,9 @@ def train_in_turn(
 
 
 def _in_threads(run: Run, work: Callable[[Run, int], Any], items: Sequence[int]) -> list[Any]:
-    """work(run, item) of all items, as many at once as torch may use threads. Each has one thread,
-    so that its bits do not depend on their number, and a module of its own: `functional_call` puts
-    parameters into the module while it runs."""
+    """work(run, item) of all items in as many threads as torch may use. Each uses one thread of
+    torch, so that its bits do not depend on their number, and its own module, because
+    `functional_call` puts parameters into the module while it runs."""
     threads = torch.get_num_threads()
     if threads == 1:
         return [work(run, item) for item in items]

@@ -1,4 +1,4 @@
-"""The linear path: affine models in the dual (`dual.py`), one run or many at once, no autograd.
+"""The linear kernel: affine models in the dual (`dual.py`), one run or many at once, no autograd.
 
     logits       Z = X̃ x,   D = ∂loss/∂Z · 1/m_i,   ∇f_i = X̃_iᵀ D_i,   g = X̃ᵀ (r_i D),   U = X̃ g
     direction    d_i = X̃_iᵀ B_i + s_i g,   B_i = own_i D_i + γ J_i (K_i D_i − U_i)
@@ -56,14 +56,14 @@ from fairvar.tree import Tree, one_input, squared_norm, tree_map
 
 @dataclass(frozen=True)
 class Work:
-    """The clients after their local work: x − x_i = η (X̃_iᵀ along_i + shared_i g)."""
+    """The clients after their local steps: x − x_i = η (X̃_iᵀ along_i + shared_i g)."""
 
     batch: Batch
     first: Float[Tensor, "runs outputs P"]  # ∇f_i(x^t) = X̃_iᵀ first_i
     along: Float[Tensor, "runs outputs P"]
     shared: Float64[Tensor, "runs n"] | None
     own: Float64[Tensor, "runs n"] | None  # of the first step; None: one
-    g: Tree | None  # None: unknown so far, or not used
+    g: Tree | None  # None: not computed, or not used
     u: Float[Tensor, "runs outputs P"] | None  # X̃ g
     loss: Float64[Tensor, "runs n"]
     lr: Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float  # η of this round
@@ -142,7 +142,8 @@ class Linear:
         return Aggregator(acting[0], run.share, run.ids, run.clients, runs, numbers, everyone=True)
 
     def _numbers(self, acting: list[Method]) -> dict[str, Tensor]:
-        """Fetched again only where a round differs from the one before (after a warm start)."""
+        """The methods' numbers on the device, copied again only if the acting methods changed
+        (after a warm start)."""
         before = self.kept.get("methods", [])
         if not before or any(a is not b for a, b in zip(acting, before, strict=True)):
             table = [method.numbers for method in acting]
@@ -201,8 +202,8 @@ def _receive(
     loss: Float64[Tensor, "runs n"],
     products: bool,
 ) -> Sent:
-    """The averages that the clients get. An exact method's g is a sum of client gradients itself:
-    without products it is not formed but joins the server's sum."""
+    """What the clients receive. An exact method's g is a weighted sum of client gradients; unless
+    products with g are needed, it is not computed but added to the server's sum (`_total`)."""
     method, probes = server.method, server.method.probes
     mean_loss = loss @ kernel.run.share if probes else state.mean_loss
     g, has_g = state.mean_gradient, probes or state.mean_gradient is not None
@@ -256,23 +257,33 @@ def _local_steps(
 
 def _finish(kernel: Linear, server: Aggregator, state: State, work: Work) -> Outcome:
     """x ← x − Σ_i w_i (x − x_i) / normaliser"""
-    run, layout, loss = kernel.run, work.batch.layout, work.loss
-    weights, memory = server.weigh(state.memory, loss)
-    if server.method.uses_norms:
-        norms = work.lr**2 * work.squared_norms
-        weights = weights / server.normaliser(loss, norms, work.lr)
-    scaled = weights * work.lr
+    weights, memory = server.weigh(state.memory, work.loss)
+    reports, norms = kernel.run.method.reports_gradient, server.method.uses_norms
+    return server.finish(
+        lambda divided, _: _total(kernel, work, divided),
+        work.loss,
+        weights,
+        memory,
+        lr=work.lr,
+        buffers=state.buffers,
+        own=work.own,
+        mean_gradient=kernel.mean_gradient(work.batch, work.first) if reports else None,
+        squared_norms=work.lr**2 * work.squared_norms if norms else None,
+    )
+
+
+def _total(kernel: Linear, work: Work, weights: Float64[Tensor, "runs n"]) -> Tree:
+    """Σ_i w_i (x − x_i)"""
+    layout, scaled = work.batch.layout, weights * work.lr
     slopes, spill = work.along * layout.spread(scaled), None
     if work.shared is not None:  # how much of g the weighted sum of directions contains
         spill = (scaled * work.shared).sum(1, keepdim=True)
         if work.g is None:
-            slopes = torch.addcmul(slopes, work.first, layout.spread(spill * run.share))
+            slopes = torch.addcmul(slopes, work.first, layout.spread(spill * kernel.run.share))
     update = work.batch.gradient(kernel.dual.model, slopes)
-    if spill is not None and work.g is not None:
-        update = tree_map(lambda x, g: _add_scaled(x, g, spill), update, work.g)
-    reports = run.method.reports_gradient
-    g = kernel.mean_gradient(work.batch, work.first) if reports else None
-    return server.outcome(update, loss, weights, memory, state.buffers, work.own, g)
+    if spill is None or work.g is None:
+        return update
+    return tree_map(lambda x, g: _add_scaled(x, g, spill), update, work.g)
 
 
 def _add_scaled(x: Tensor, g: Tensor, factor: Float64[Tensor, "runs 1"]) -> Tensor:
@@ -285,7 +296,7 @@ def squared_norms(tree: Tree) -> Float64[Tensor, "runs 1"]:
 
 
 def _see(kernel: Linear, before: State, work: Work, splits: Splits) -> Seen:
-    """Local models are never formed. On a client's samples X̃_e its local model gives
+    """Observations without forming local models: on samples X̃_e the logits of a local model are
     X̃_e x − η (C_i A_i + c_i X̃_e g), with C_i = X̃_e X̃_iᵀ."""
     batch, model = work.batch, kernel.dual.model
     mean = kernel.mean_gradient(batch, work.first)
@@ -322,7 +333,7 @@ def _scores(kernel: Linear, name: str, logits: Float[Tensor, "runs outputs P"]) 
     made = _by_function(kernel, name, logits) if needs_outputs(metric) else None
     if split.target.label is None:
         return Scores.build(metric, loss, torch.full_like(loss, torch.nan), made)
-    # The first of several largest, as argmax, which is five times slower over this axis.
+    # The index of the first maximum, as argmax, which is five times slower over this axis.
     right = (logits.max(1).indices == split.target.label).to(logits.dtype)
     return Scores.build(metric, loss, split.layout.means(right), made)
 
@@ -330,7 +341,7 @@ def _scores(kernel: Linear, name: str, logits: Float[Tensor, "runs outputs P"]) 
 def _by_function(
     kernel: Linear, name: str, logits: Float[Tensor, "runs outputs P"]
 ) -> Float64[Tensor, "runs n"]:
-    """By the metric's function, client by client and run by run."""
+    """Scores by the metric's function, client by client and run by run."""
     data, layout = kernel.run.federation.splits[name], kernel.dual.split(name).layout
     found = torch.full((len(logits), len(data.counts)), torch.nan, dtype=torch.float64)
     for tile in layout.tiles:

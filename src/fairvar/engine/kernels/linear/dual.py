@@ -1,10 +1,9 @@
-"""Models that are affine in their parameters, seen from the samples instead of the parameters.
+"""The dual form of models that are affine in their parameters: numbers per sample, not per weight.
 
-The gradient of such a client is ∇f_i = X̃_iᵀ D_i, with X̃_i = [X_i, 1] its samples and D_i a few
-numbers per sample. So is every Hessian product and every sum of steps: a client's direction is
-X̃_iᵀ B_i + s_i g with g the same for all. What such directions do to logits, and how long they are,
-needs only the client's Gram matrix K_i = X̃_i X̃_iᵀ, which is fixed, and X̃_i g. No per-client weights
-are ever formed.
+A client's gradient is ∇f_i = X̃_iᵀ D_i, with X̃_i = [X_i, 1] its samples and D_i one number per
+sample and output. Hessian products and sums of steps have the same form, so a client's direction is
+X̃_iᵀ B_i + s_i g with g the same for all. Its effect on logits and its length follow from X̃_i g and
+the Gram matrix K_i = X̃_i X̃_iᵀ, which is fixed. No per-client weights are formed.
 
 All R runs that train together share the samples. Their logits are the rows of one matrix,
 (R·outputs, samples). On the CPU this order is by far the fastest: with ten classes, weights times
@@ -133,14 +132,14 @@ def groups_by_size(sizes: list[int]) -> list[list[int]]:
 
 
 class Target(NamedTuple):
-    """What the logits should have been."""
+    """The targets of the samples."""
 
     value: Float[Tensor, "outputs P"]  # one-hot, or the numbers themselves
     label: Int64[Tensor, "1 P"] | None
 
 
 class Answer(NamedTuple):
-    """The loss of every sample, its derivative in the logits, and what the second one needs."""
+    """The loss of every sample, its derivative in the logits, and p for the second derivative."""
 
     loss: Float[Tensor, "*runs P"]
     slope: Float[Tensor, "runs outputs P"]
@@ -171,7 +170,7 @@ def answer(logits: Float[Tensor, "runs outputs P"], target: Target) -> Answer:
     return Answer(_cross_entropy(logarithm, target.label), p - target.value, p)
 
 
-def bend(p: Tensor | None, v: Float[Tensor, "runs outputs P"]) -> Tensor:
+def hessian_of_logits(p: Tensor | None, v: Float[Tensor, "runs outputs P"]) -> Tensor:
     """The second derivative of each sample's loss in its logits, times v."""
     if p is None:
         return v
@@ -226,7 +225,7 @@ def by_client(slopes: Float[Tensor, "runs outputs P"], tile: Tile) -> Tensor:
 def through_grams(
     layout: Layout, grams: list[Tensor], slopes: Float[Tensor, "runs outputs P"]
 ) -> Float[Tensor, "runs outputs P"]:
-    """K_i B_i of every client: what its own direction X̃_iᵀ B_i does to its logits."""
+    """K_i B_i of every client: the change of its logits along its direction X̃_iᵀ B_i."""
     parts = []
     for tile, matrix in zip(layout.tiles, grams, strict=True):
         product = by_client(slopes, tile) @ matrix
@@ -246,7 +245,7 @@ def gram(left: Batch, right: Batch, number: int) -> Float[Tensor, "count left ri
 
 @dataclass(frozen=True)
 class Dual:
-    """All that stays fixed: the samples of every split in columns, and their Gram matrices."""
+    """Everything fixed: the samples of every split as columns, and their Gram matrices."""
 
     model: Names
     outputs: int
@@ -267,7 +266,7 @@ class Dual:
         return {}
 
     def split(self, name: str) -> Batch:
-        """All samples of a split; kept, since every evaluation uses them."""
+        """All samples of a split; cached for later evaluations."""
         if name not in self.splits:
             split = self.federation.splits[name]
             layout = self.layout(split.counts.tolist())
@@ -283,7 +282,7 @@ class Dual:
         return Layout.build(self.groups, lengths, device, self.dtype)
 
     def batch(self, split: Split, layout: Layout, rows: Tensor | None) -> Batch:
-        """The samples in these rows (None: all, as they lie)."""
+        """The samples in these rows (None: all, in their order)."""
         x = one_input(split.x).flatten(1)
         x, y = (x, split.y) if rows is None else (x.index_select(0, rows), split.y[rows])
         return Batch(layout, x, self._target(y), self.model.bias is not None)
@@ -299,7 +298,7 @@ class Dual:
         return {}
 
     def cross(self, name: str) -> list[Float[Tensor, "count width samples"]]:
-        """⟨x̃_train, x̃_evaluated⟩ of every client; kept as well."""
+        """⟨x̃_train, x̃_evaluated⟩ of every client; cached as well."""
         if name not in self.crosses:
             right, tiles = self.split(name), range(len(self.train.layout.tiles))
             self.crosses[name] = [gram(self.train, right, number) for number in tiles]
@@ -336,6 +335,6 @@ def affine_names(module: nn.Module, x: Inputs) -> Names | None:
 
 
 def is_affine(task: Task, x: Inputs) -> bool:
-    """Whether the dual knows this model and this loss."""
+    """Whether the dual form covers this model and loss."""
     known = task.loss in (cross_entropy, half_squared_error)
     return known and not task.half and affine_names(task.original, x) is not None

@@ -26,33 +26,33 @@ from fairvar.engine.kernels.linear.dual import (
     Target,
     Tile,
     answer,
-    bend,
     by_client,
+    hessian_of_logits,
     through_grams,
 )
-from fairvar.engine.kernels.local import shortened, shortening
+from fairvar.engine.kernels.shared import shortened, shortening
 from fairvar.engine.server import Aggregator
 from fairvar.tree import Tree
 
 
 class Sent(NamedTuple):
-    """What the clients received with x^t."""
+    """What the clients receive with x^t."""
 
     mean_loss: Float64[Tensor, " runs"]
-    has_g: bool  # even where g itself is not needed: it may join the sum over clients
+    has_g: bool  # g is used, though it may be None here (`_receive`)
     g: Tree | None = None
-    u: Float[Tensor, "runs outputs P"] | None = None  # X̃ g, where something is multiplied with g
-    squared_g: Float64[Tensor, "runs 1"] | None = None  # ‖g‖², where directions are cut
+    u: Float[Tensor, "runs outputs P"] | None = None  # X̃ g, if products with g are needed
+    squared_g: Float64[Tensor, "runs 1"] | None = None  # ‖g‖², if directions are clipped or bounded
 
 
 class Slopes(NamedTuple):
-    """What the clients of a layout see in one step."""
+    """Gradients and second derivatives of the clients of a layout in one step."""
 
     layout: Layout
     slope: Float[Tensor, "runs outputs P"]  # ∇f_i = X̃_iᵀ slope_i
     p: Float[Tensor, "runs outputs P"] | None  # for the second derivative of the loss
     u: Float[Tensor, "runs outputs P"] | None
-    grams: Callable[[], list[Tensor]]  # K_i, made only where they are needed
+    grams: Callable[[], list[Tensor]]  # K_i, computed only if needed
 
 
 class Direction(NamedTuple):
@@ -68,16 +68,16 @@ def direction(
     sent: Sent,
     clip_norm: float | None,
 ) -> Direction:
-    """along_i = own_i D_i + γ J_i (K_i D_i − U_i), within the bounds of method and run."""
+    """along_i = own_i D_i + γ J_i (K_i D_i − U_i), with bound and clipping."""
     layout, along, own, shared = slopes.layout, slopes.slope, None, None
     if not server.plain:
         own, shared = server.coefficients(loss, sent.mean_loss)
         along, shared = along * layout.spread(own), shared if sent.has_g else None
     if server.method.uses_curvature:
         moved = through_grams(layout, slopes.grams(), slopes.slope)
-        bent = bend(slopes.p, moved if slopes.u is None else moved - slopes.u)
+        curved = hessian_of_logits(slopes.p, moved if slopes.u is None else moved - slopes.u)
         strength = per_run(server.curvature, layout.share.dtype)
-        along = torch.addcmul(along, bent, layout.share * strength)
+        along = torch.addcmul(along, curved, layout.share * strength)
     if server.penalty_bound is not None:
         made = Direction(along, shared, own)
         along, shared, own = _bounded(slopes, made, sent.squared_g, server.penalty_bound)
@@ -127,20 +127,20 @@ def squared_lengths(
     if shared is None or u is None or squared_g is None:
         return found.clamp(min=0)
     found = found + 2 * shared * layout.sums((along * u).sum(1)) + shared**2 * squared_g
-    return found.clamp(min=0)  # rounding may leave a length of nothing below zero
+    return found.clamp(min=0)  # rounding may make it negative
 
 
 class Step(NamedTuple):
-    """The shape of one local step, the same in every round. Tables are over `ids`."""
+    """The layout of one local step, the same in every round. Tables are over `ids`."""
 
-    ids: Int64[Tensor, " m"]  # clients that still train, tile by tile
+    ids: Int64[Tensor, " m"]  # active clients, tile by tile
     layout: Layout
     place: Int64[Tensor, " b"]  # of its samples in the shuffles of a round, one after the other
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """All steps of a round; the largest clients first, so that those still training are a prefix
+    """All steps of a round. The largest clients come first, so that the active clients are a prefix
     of every tile, and their tiles a prefix of all tiles."""
 
     schedule: Schedule
@@ -203,7 +203,7 @@ class StepPlan:
 
 @dataclass
 class Walk:
-    """The clients on their way: A_i, c_i and what does not change while they train."""
+    """The local steps of a round: A_i, c_i, and the logits at x^t, which stay fixed."""
 
     batch: Batch
     z: Float[Tensor, "runs outputs P"]
@@ -224,7 +224,7 @@ class Walk:
         lr: Tensor | float,
         clip_norm: float | None,
     ) -> Direction:
-        """One step of all clients that still train."""
+        """One step of all active clients."""
         rows = self._gram_rows(step, columns)
         u = None if self.u is None else self.u.index_select(-1, columns)
         moved = self._moved(step, rows, u)
