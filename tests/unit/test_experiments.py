@@ -77,7 +77,7 @@ def test_a_stored_run_is_not_computed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = fv.run(BASE, out=tmp_path)
-    monkeypatch.setattr("fairvar.runs.batch.compute", None)
+    monkeypatch.setattr("fairvar.runs.runner.compute", None)
     same_bytes(fv.run(BASE, out=tmp_path), first)
 
 
@@ -176,7 +176,7 @@ def test_compare_takes_runs_of_different_length_and_common_seeds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn = [("front", None), ("curves", None)]
-    monkeypatch.setattr("fairvar.report.comparison.result_figures", lambda *given: drawn)
+    monkeypatch.setattr("fairvar.report.compare_in_python.result_figures", lambda *given: drawn)
 
     class Stop(fv.Callback):
         def on_evaluate(self, run: fv.Training) -> None:

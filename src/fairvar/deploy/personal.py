@@ -13,7 +13,7 @@ from safetensors.torch import save
 
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.files import MOST_TENSORS, read_bytes, write_bytes
-from fairvar.runs.serialize import load_tensors
+from fairvar.runs.formats import load_tensors
 from fairvar.tree import Tree
 
 ROUNDS = "/rounds"  # no parameter has such a name

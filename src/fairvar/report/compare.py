@@ -26,8 +26,8 @@ from rich.text import Text
 from fairvar.errors import BadInput, unknown
 from fairvar.report.paired import Difference, Paired, compare
 from fairvar.report.table import MISSING, UNDEFINED, Column, Estimate, Row, Table
+from fairvar.runs.formats import is_complete
 from fairvar.runs.results import gather
-from fairvar.runs.store import is_complete
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.trials import Group, Result, Trial
 from fairvar.scores import ACCURACY, Metric

@@ -32,21 +32,23 @@ from fairvar.data.sources import SOURCES, locate
 from fairvar.errors import PLUGIN, BadInput, FairvarError, RunFailed, cause, explained
 from fairvar.files import read_bytes, walk, write_bytes
 from fairvar.process import Report, stop_signals
-from fairvar.runs.batch import Group, home_of, parts_to_do
 from fairvar.runs.config import Config
+from fairvar.runs.formats import MANIFEST, SLOTS, lock_of, save_files, store_run
 from fairvar.runs.identity import checkpoint_key, forget_files, identity_of, user_modules
 from fairvar.runs.own import Own, in_use, load, searching
 from fairvar.runs.runner import (
+    Group,
     Interrupted,
     Watch,
     compute,
     federation_of,
+    home_of,
     missing,
+    parts_to_do,
     record_federation,
     run_files,
     run_folder,
 )
-from fairvar.runs.store import MANIFEST, SLOTS, lock_of, save_files, store_run
 from fairvar.runs.sweep import MOST_RESTARTS, failure_of
 
 SECONDS = 60.0  # that a task computes before it returns a checkpoint

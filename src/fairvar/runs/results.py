@@ -15,10 +15,9 @@ from fairvar.errors import BadInput, IntegrityError
 from fairvar.methods import METHODS
 from fairvar.runs.archive import Condensed, unpacked
 from fairvar.runs.config import Config
+from fairvar.runs.formats import condensed_history, is_complete, read_sealed
 from fairvar.runs.identity import group_key, trial_key
 from fairvar.runs.select import Criterion
-from fairvar.runs.serialize import condensed_history
-from fairvar.runs.store import is_complete, read_sealed
 from fairvar.runs.stored import StoredRun, recorded_federation
 from fairvar.runs.trials import Group, Summary, Trial, choose, first_run
 

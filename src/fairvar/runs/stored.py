@@ -1,8 +1,8 @@
-"""Read stored runs, and check that their files agree with each other."""
+"""Read stored runs, check that their files agree with each other, and `fairvar.load`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,13 +14,26 @@ from msgspec.structs import replace
 
 from fairvar.engine.history import History
 from fairvar.engine.state import State, no_state
-from fairvar.errors import BadInput, IntegrityError
-from fairvar.files import Number, Record, Sha256, check
+from fairvar.errors import BadInput, IntegrityError, shown
+from fairvar.files import MOST_TENSORS, Number, Record, Sha256, check, read_bytes, unpack_files
+from fairvar.methods import METHODS, Method
+from fairvar.models.weights import read_tensors
 from fairvar.runs.config import Config, parse_toml
+from fairvar.runs.formats import (
+    MANIFEST,
+    Saved,
+    agree,
+    inside,
+    is_complete,
+    read_record,
+    read_sealed,
+    unpack_history,
+    unpack_saved,
+    unpack_state,
+)
 from fairvar.runs.identity import Identity, fingerprint, recorded_identity, version_of
 from fairvar.runs.own import OwnMethod, find_method, recorded_method
-from fairvar.runs.serialize import unpack_history, unpack_state
-from fairvar.runs.store import MANIFEST, agree, inside, read_record, read_sealed
+from fairvar.tree import Tree
 
 Text = Annotated[str, Meta(max_length=1000, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 Digits = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z]{1,64}\Z")]  # becomes part of a path
@@ -373,3 +386,71 @@ def final_scores(history: History) -> dict[str, dict[str, float]]:
                 name: float(scores[name]) for name in Scores.__struct_fields__
             }
     return found
+
+
+# -- `fairvar.load` --------------------------------------------------------------------------------
+SEALED = b"{\n"  # how files of `History.save` and `State.save` begin
+
+
+def load(path: str | Path) -> History | State | Tree:
+    """Read what fairvar wrote; every file is checked against its SHA-256 first.
+
+    - the file of `history.save`: that History, bit by bit;
+    - the file of `state.save`: that State;
+    - the folder of a run that `fairvar.run` or `fairvar.sweep` stored: its History, at evaluated
+      rounds;
+    - .safetensors, .pth or .pt: a model as a state dict for `module.load_state_dict`.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _load_run(path)
+    try:
+        content = read_bytes(path, MOST_TENSORS)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror or error}") from None
+    if not content.startswith(SEALED):
+        tensors = read_tensors(path)
+        stored = tensors.keys() >= {"round", "mean_loss"}  # the state of a stored run
+        return unpack_state(content) if stored else tensors
+    found = unpack_files(content)
+    try:
+        if "history.safetensors" in found:
+            return unpack_saved(found["history.safetensors"], _method_of)
+        if "state.safetensors" in found:
+            return unpack_state(found["state.safetensors"])
+    except IntegrityError as error:
+        raise IntegrityError(f"{path}: {error}") from None
+    raise IntegrityError(f"{path} is damaged, or no file of History.save or State.save")
+
+
+def _load_run(folder: Path) -> History:
+    if is_complete(folder):
+        return StoredRun.open(folder).history()
+    runs = sum(is_complete(inner) for inner in folder.iterdir() if inner.is_dir())
+    if runs:
+        raise BadInput(f"{folder} holds {runs} runs: give the folder of one of them, or compare "
+                       "them all with fairvar.compare")  # fmt: skip
+    raise BadInput(f"{folder} holds no finished run; give the folder of one, or a file")
+
+
+def _method_of(saved: Saved) -> Method:
+    """The method of a saved history. Its class must be known here: files hold no code."""
+    tag = saved.method.get("name")
+    kinds = {kind.__struct_config__.tag: kind for kind in _subclasses(Method)} | METHODS
+    if tag not in kinds:
+        raise BadInput(
+            f"the history was made by {shown(saved.kind)}, which is not known here: import the "
+            "module that defines it, or run its cell, and load again"
+        )
+    try:
+        return msgspec.convert(saved.method, kinds[tag])
+    except (msgspec.ValidationError, BadInput) as error:
+        made = f"the history was made by another version of {shown(saved.kind)}"
+        raise BadInput(f"{made}: {error}") from None
+
+
+def _subclasses(kind: type[Method]) -> Iterator[type[Method]]:
+    """Methods need not be registered to train."""
+    for below in kind.__subclasses__():
+        yield below
+        yield from _subclasses(below)

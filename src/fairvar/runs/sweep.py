@@ -37,11 +37,19 @@ from fairvar.errors import (
 )
 from fairvar.process import INTERRUPTED, Report, stop_signals
 from fairvar.runs import own
-from fairvar.runs.batch import Group, run_group, tidy
 from fairvar.runs.config import Config
+from fairvar.runs.formats import is_complete
 from fairvar.runs.identity import batch_key, forget_files
-from fairvar.runs.runner import Interrupted, Watch, missing, run_folder, train_runs
-from fairvar.runs.store import is_complete
+from fairvar.runs.runner import (
+    Group,
+    Interrupted,
+    Watch,
+    missing,
+    run_folder,
+    run_group,
+    tidy,
+    train_runs,
+)
 
 UNITS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 MOST_RESTARTS = 3

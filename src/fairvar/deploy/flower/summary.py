@@ -10,8 +10,8 @@ import msgspec
 from fairvar.deploy.guard import Notes
 from fairvar.engine.history import History
 from fairvar.engine.train import Checkpoint
+from fairvar.runs.formats import read_sealed
 from fairvar.runs.identity import DEPLOYED_FILE
-from fairvar.runs.store import read_sealed
 from fairvar.runs.stored import StoredRun
 
 COLUMNS = {"mean": ("accuracy %", 2), "variance_over_clients": ("variance", 3),
