@@ -346,8 +346,6 @@ def _owner(name: str) -> Literal["user", "installed", "other"]:
     named = {"site-packages", "dist-packages"} & set(file.parts)
     if named or any(file.is_relative_to(p) for p in (paths["purelib"], paths["platlib"], users)):
         return "installed"
-    if {"site-packages", "dist-packages"} & set(file.parts):  # of another environment, by a .pth
-        return "installed"
     python = any(file.is_relative_to(paths[kind]) for kind in ("stdlib", "platstdlib"))
     return "other" if python else "user"
 
