@@ -19,7 +19,7 @@ from fairvar.runs.formats import condensed_history, is_complete, read_sealed
 from fairvar.runs.identity import group_key, trial_key
 from fairvar.runs.select import Criterion
 from fairvar.runs.stored import StoredRun, recorded_federation
-from fairvar.runs.trials import Group, Summary, Trial, choose, first_run
+from fairvar.runs.trials import Group, Summary, Trial, choose, first_run, with_varied
 
 Rule = Callable[[Config], Criterion]
 Piece = StoredRun | Condensed
@@ -128,7 +128,10 @@ def _group(
     cells: dict[str, list[Piece]] = {}
     for piece in pieces:
         cells.setdefault(trial_key(piece.config, piece.identity), []).append(piece)
+    # The order decides between equal scores. It must not change: published archives have the
+    # histories of the trials that were chosen in it.
     trials = sorted((_trial(members, versions) for members in cells.values()), key=_trial_order)
+    trials = with_varied(trials)
     criterion = _measured(trials, rule(pieces[0].config), asked, pieces[0].config)
     results = choose(trials, criterion)
     if asked is None:  # clients with personal models use these
