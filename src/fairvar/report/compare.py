@@ -89,7 +89,8 @@ def about(results: Sequence[Result], model: str) -> str:
 def federation_name(group: Group) -> str:
     alpha = "" if group.alpha is None else f", α {group.alpha:g}"
     deployed = "deployed, " * ("deployed" in group.kind)
-    return f"{group.dataset}, {deployed}{group.config.protocol}{alpha}"
+    varied = "".join(f", {setting}" for setting in group.varied)
+    return f"{group.dataset}, {deployed}{group.config.protocol}{alpha}{varied}"
 
 
 def shown(d: Difference, digits: int, metric: Metric = ACCURACY) -> tuple[str, str]:

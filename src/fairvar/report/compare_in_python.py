@@ -140,8 +140,13 @@ def compare(
     """
     if model not in (None, *pairs.NAMES):
         raise unknown("model", model, pairs.NAMES)
-    found = _of_histories(runs, model) if isinstance(runs, Mapping) else (
-        _of_folder(runs, model, federation))  # fmt: skip
+    if isinstance(runs, Mapping):
+        found = _of_histories(runs, model)
+    elif isinstance(runs, Sweep | str | Path):
+        found = _of_folder(runs, model, federation)
+    else:
+        raise BadInput(f"compare takes {{label: histories}}, a Sweep or the folder of one, not a "
+                       f"{type(runs).__name__}")  # fmt: skip
     return _comparison(*found, baseline=baseline, late=late)
 
 

@@ -255,6 +255,15 @@ def merge_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
     return values
 
 
+def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; `train.rounds` may be written with or without quotes."""
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
 def assign(values: dict[str, Any], key: str, value: Any) -> None:
     """Set the value of a dotted key; missing sections are created."""
     *path, last = key.split(".")

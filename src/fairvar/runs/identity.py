@@ -16,7 +16,7 @@ import os
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial, reduce, wraps
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import resolve_name
@@ -38,7 +38,7 @@ from fairvar.methods import FedAvg, Method
 from fairvar.models import MODELS
 from fairvar.models.weights import read_tensors
 from fairvar.runs import own
-from fairvar.runs.config import Config, DataConfig, assign
+from fairvar.runs.config import Config, DataConfig, assign, flat
 from fairvar.scores import metric_of
 
 RECORD = "identity"  # the key of an identity in a manifest
@@ -147,6 +147,18 @@ def swept(config: Config, apart: bool = False) -> dict[str, Any]:
         if key.startswith(APART) == apart:
             found[key] = reduce(lambda d, k: d.get(k, {}), key.split("."), values)
     return found
+
+
+def told_apart(configs: Sequence[Config]) -> list[list[str]]:
+    """The settings, with values, in which configurations of different groups differ."""
+    known = ("method.", "train.lr", "train.seed", *NOT_IN_FINGERPRINT)
+    rows = [
+        {k: v for k, v in flat(config.to_dict()) if not k.startswith((*known, *swept(config)))}
+        for config in configs
+    ]
+    keys = dict.fromkeys(key for row in rows for key in row)
+    differ = [key for key in keys if any(row.get(key) != rows[0].get(key) for row in rows)]
+    return [[f"{key} {row.get(key, 'not given')}" for key in differ] for row in rows]
 
 
 def with_chosen(config: Config, other: Config) -> Config:

@@ -16,7 +16,7 @@ from fairvar.methods import METHODS
 from fairvar.runs.archive import Condensed, unpacked
 from fairvar.runs.config import Config
 from fairvar.runs.formats import condensed_history, is_complete, read_sealed
-from fairvar.runs.identity import group_key, trial_key
+from fairvar.runs.identity import group_key, told_apart, trial_key
 from fairvar.runs.select import Criterion
 from fairvar.runs.stored import StoredRun, recorded_federation
 from fairvar.runs.trials import Group, Summary, Trial, choose, first_run, with_varied
@@ -107,16 +107,29 @@ def _versions(pieces: Iterable[Piece]) -> dict[tuple[str, Variant], str]:
 
 
 def _with_distinct_names(groups: Sequence[Group]) -> list[Group]:
-    """Adds the data's checksum to the names of groups that have the same name on other data."""
-    titles = [(g.source, *g.kind, g.alpha, g.config.data.clients, g.model) for g in groups]
+    """Adds the data's checksum to the names of groups that have the same name on other data, and to
+    those that still have the same name the settings in which they differ."""
     data = [str(group.passport.get("dataset_sha256")) for group in groups]
     known: dict[tuple[Any, ...], set[str]] = {}
-    for title, sha256 in zip(titles, data, strict=True):
-        known.setdefault(title, set()).add(sha256)
-    return [
-        replace(group, data=sha256[:8]) if len(known[title]) > 1 else group
-        for group, title, sha256 in zip(groups, titles, data, strict=True)
+    for group, sha256 in zip(groups, data, strict=True):
+        known.setdefault(_title(group), set()).add(sha256)
+    groups = [
+        replace(group, data=sha256[:8]) if len(known[_title(group)]) > 1 else group
+        for group, sha256 in zip(groups, data, strict=True)
     ]
+    same: dict[tuple[Any, ...], list[int]] = {}
+    for place, group in enumerate(groups):
+        same.setdefault((_title(group), group.data), []).append(place)
+    found = list(groups)
+    for where in same.values():
+        named = zip(told_apart([groups[p].config for p in where]), where, strict=True)
+        for place, (apart, old) in zip(where, sorted(named), strict=True):
+            found[place] = replace(groups[old], apart=apart)
+    return found
+
+
+def _title(group: Group) -> tuple[Any, ...]:
+    return group.source, *group.kind, group.alpha, group.config.data.clients, group.model
 
 
 def _group(

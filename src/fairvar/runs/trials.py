@@ -241,6 +241,7 @@ class Group:
     trials: Sequence[Trial]
     results: Sequence[Result]
     data: str = ""  # start of the data's SHA-256, if several data sets have the same name
+    apart: Sequence[str] = ()  # other settings that tell it from groups with the same name
     deployed: Deployed | None = None  # None: simulated
 
     @property
@@ -277,10 +278,10 @@ class Group:
 
     @property
     def varied(self) -> list[str]:
-        """What a sweep varied between federations and is not part of their names anyway."""
+        """Settings that distinguish federations and are not part of their names anyway."""
         known = ("data.name", "data.clients", "partition.alpha", "protocol")
         varied = swept(self.config, apart=True).items()
-        return [named(key, value) for key, value in varied if key not in known]
+        return [named(key, value) for key, value in varied if key not in known] + list(self.apart)
 
     @property
     def model(self) -> str:
