@@ -38,7 +38,7 @@ from fairvar.errors import BadInput, RunFailed
 
 TITLE = "Fair federated learning on MNIST: a demo"
 NOTE = (
-    "A small grid on 1000 images: it shows the tool, not the last word on the methods. In the "
+    "A small grid on 1000 images: it shows the tool and is too small to rank the methods. In the "
     "second federation a fifth of the clients see rotated digits; the page shows who gains and who "
     "pays."
 )

@@ -1,5 +1,4 @@
-"""`fairvar.compare`: methods beside each other from Python, with the report's tables, intervals and
-figures."""
+"""`fairvar.compare`: the report's tables, intervals and figures of methods, from Python."""
 
 from __future__ import annotations
 
@@ -189,7 +188,7 @@ def _comparison(
     baseline: str | None,
     late: bool,
 ) -> Comparison:
-    """`passport`: of the partition, where it is known."""
+    """`passport`: SHA-256 of the partition, where it is known."""
     alive = {r.label: r for r in results if r.at is not None}
     labels = [r.label for r in results]
     if baseline is not None and baseline not in labels:

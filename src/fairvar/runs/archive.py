@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import numpy as np
-from msgspec import Meta, to_builtins
+from msgspec import Meta, field, to_builtins
 from msgspec.structs import replace
 from safetensors.numpy import save
 
@@ -63,14 +63,14 @@ Model = Literal["global", "local", "personal"]
 
 
 class SummaryManifest(Manifest, frozen=True, kw_only=True):
-    """Of a configuration of which only validation curves were kept."""
+    """The manifest of a configuration of which only validation curves were kept."""
 
     diverged: bool
     last: dict[Model, tuple[float, float]]
-    births: Annotated[list[Provenance], Meta(min_length=1)]
+    provenances: Annotated[list[Provenance], Meta(min_length=1)] = field(name="births")
 
     def __post_init__(self) -> None:
-        seeds = [birth.seed for birth in self.births]
+        seeds = [provenance.seed for provenance in self.provenances]
         if len(set(seeds)) < len(seeds):
             raise ValueError("two of its runs have the same seed")
 
@@ -93,7 +93,7 @@ class Condensed(Stored):
             f"the summary in {self.folder}",
             name=(self.folder.name, name),
             method=(manifest.method, self.config.method.label),
-            seed=(manifest.births[0].seed, self.config.train.seed),
+            seed=(manifest.provenances[0].seed, self.config.train.seed),
         )
 
     def summary(self) -> Summary:

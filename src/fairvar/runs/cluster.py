@@ -57,7 +57,7 @@ Files = dict[str, bytes]  # by path below a folder
 
 
 class Share(NamedTuple):
-    """What a task takes of a node. None: train.threads CPUs; one GPU if train.device is one."""
+    """The resources of a node that a task takes. None: train.threads CPUs; one GPU for "cuda"."""
 
     cpus: float | None = None
     gpus: float | None = None
@@ -205,7 +205,7 @@ def _names(cells: Sequence[Config]) -> list[str]:
 
 
 def _versions(cells: Sequence[Config]) -> dict[str, str]:
-    """All that decides whether another process may continue a checkpoint, but the identity."""
+    """What must be equal, in addition to the identity, to continue a checkpoint elsewhere."""
     return {k: v for k, v in checkpoint_key(identity_of(cells[0])).items() if k != "identity"}
 
 
@@ -257,7 +257,7 @@ def _task(batch: Batch, sent: Sequence[Any]) -> Result:
 
 
 def compute_batch(batch: Batch, sent: Callable[[], dict[str, Parcel]]) -> Result:
-    """Compute these runs for some time. `sent` gives the files that the other side has."""
+    """Compute these runs for some time. `sent` gives the files that the driver has."""
     if batch.own:
         _load_code(tuple(batch.own), tuple(batch.code.items()))
     asked = [Config.from_toml(text) for text in batch.configs]
@@ -308,7 +308,7 @@ def _with_files(
 
 
 def unpacked(parcel: Parcel) -> Path:
-    """Where files that were sent lie on this node: in the cache, by their checksum."""
+    """Where this node stores files that were sent: in the cache, by their checksum."""
     sums = hashlib.sha256()
     for path, content in sorted(parcel.files.items()):
         sums.update(f"{path} {len(content)}\n".encode() + content)

@@ -279,7 +279,7 @@ def unpack_history(
 
 
 class Saved(Record, frozen=True, kw_only=True):
-    """What `History.save` writes beside tables and state."""
+    """What `History.save` writes in addition to tables and state."""
 
     method: dict[str, Any]
     kind: str = msgspec.field(name="class")
@@ -289,7 +289,7 @@ class Saved(Record, frozen=True, kw_only=True):
     stopped: str | None
     classifies: bool
     metric: dict[str, Any] | None = None
-    birth: dict[str, Any]
+    provenance: dict[str, Any] = msgspec.field(name="birth")
 
 
 def unpack_saved(content: bytes, find: Callable[[Saved], Method]) -> History:
@@ -303,7 +303,7 @@ def unpack_saved(content: bytes, find: Callable[[Saved], Method]) -> History:
         if not facts.rounds <= state.round:
             raise ValueError(f"{facts.rounds} rounds, but the state is of round {state.round}")
         tables = {k.removeprefix("tables/"): v for k, v in flat.items() if k.startswith("tables/")}
-        return _history(tables, state, method, msgspec.structs.asdict(facts))
+        return _history(tables, state, method, msgspec.to_builtins(facts))
 
 
 def _history(flat: Tables, state: State, method: Method, facts: Mapping[str, Any]) -> History:

@@ -134,14 +134,14 @@ def trial_key(config: Config, identity: Identity) -> str:
 
 def group_key(config: Config, identity: Identity) -> str:
     """Equal for runs that a table compares: method, learning rate and seed may differ, and what a
-    sweep varied beside them (`select.over`)."""
+    sweep varied in addition (`select.over`)."""
     values = _deciding(config, "train.seed", "train.lr", "method", *swept(config))
     return json.dumps((values, identity.data, identity.deployed is not None), sort_keys=True)
 
 
 def swept(config: Config, apart: bool = False) -> dict[str, Any]:
-    """What a sweep varied beside methods and learning rates (`sweep.grid`), with its values: what
-    validation chooses, or with `apart` what distinguishes tables."""
+    """What a sweep varied in addition to methods and learning rates (`sweep.grid`), with values:
+    what validation chooses, or with `apart` what distinguishes tables."""
     values, found = config.to_dict(), {}
     for key in config.select.over or ():
         if key.startswith(APART) == apart:

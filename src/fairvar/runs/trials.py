@@ -28,7 +28,7 @@ from fairvar.scores import ACCURACY, Metric
 
 @dataclass(frozen=True)
 class Summary:
-    """What choosing needs of a trial, without the clients: small enough for a whole grid."""
+    """The part of a trial that choosing needs, without scores of single clients."""
 
     rounds: Sequence[int]  # evaluated rounds; none if a seed diverged
     diverged: bool
@@ -114,12 +114,12 @@ class Trial:
 
     @property
     def metric(self) -> Metric:
-        """By which clients were scored."""
+        """The metric by which clients were scored."""
         return self.summary.metric
 
     @property
     def models(self) -> list[str]:
-        """Those whose test scores were measured; none if a seed diverged."""
+        """The models whose test scores were measured; none if a seed diverged."""
         return list(self.summary.last)
 
     def reported(self, model: str) -> str:
@@ -264,7 +264,7 @@ class Group:
 
     @property
     def source(self) -> str:
-        """The name of the data set, or whose data they were."""
+        """The name of the data set; of own data at nodes, their number."""
         if self.deployed is not None and self.deployed.own_data:
             return f"own data of {self.deployed.where}"
         return self.config.data.name
