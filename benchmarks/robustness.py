@@ -93,7 +93,7 @@ def stale(liar: Liar, request: Message, reply: Message) -> Message:
 
 
 LIES: dict[str, Lie | None] = {
-    "nobody lies": None,
+    "no dishonest clients": None,
     "update × 1e6": moved(lambda u: scale(u, 1e6)),
     "update × 100": moved(lambda u: scale(u, 100.0)),
     "update × −10": moved(lambda u: scale(u, -10.0)),
@@ -211,7 +211,7 @@ def cases(quick: bool) -> list[Case]:
     found = []
     for alpha in (0.1,) if quick else (0.05, 0.1, 0.5):
         for seed in range(1 if quick else 3):
-            found += [Case(m, "nobody lies", d, 10, 0, alpha, seed, 25)
+            found += [Case(m, "no dishonest clients", d, 10, 0, alpha, seed, 25)
                       for m in METHODS for d in DEFENCES if defined(m, d)]  # fmt: skip
     for clients, liars, rounds, methods, lies in attacks(quick):
         for method in methods:
@@ -225,7 +225,7 @@ def attacks(quick: bool) -> list[tuple[int, int, int, tuple[str, ...], tuple[str
     everything = tuple(METHODS), tuple(LIES)
     if quick:
         return [(5, 1, 20, ("FairLoss",), tuple(LIES))]
-    few = ("nobody lies", "update × 1e6", "update × −10", "update × −1", "loss 1e9")
+    few = ("no dishonest clients", "update × 1e6", "update × −10", "update × −1", "loss 1e9")
     return [
         (5, 1, 25, *everything),
         (10, 2, 25, *everything),
@@ -342,9 +342,9 @@ def honest_tables(results: Sequence[Result]) -> list[str]:
     found = []
     honest = [r for r in results if r.case.liars == 0]
     for alpha in sorted({r.case.alpha for r in honest}):
-        lines = [f"**Nobody lies, Dirichlet {alpha}, ten clients**: mean accuracy / worst tenth / "
-                 "variance; in brackets: percent of rounds in which the worst-off client, and the "
-                 "mean of the others, was cut", "", row("method", *DEFENCES),
+        lines = [f"**No dishonest clients, Dirichlet {alpha}, ten clients**: mean accuracy / worst "
+                 "tenth / variance; in brackets: percent of rounds in which the worst-off client, "
+                 "and the mean of the others, was cut", "", row("method", *DEFENCES),
                  rule(1 + len(DEFENCES))]  # fmt: skip
         for method in METHODS:
             here = [r for r in honest if (r.case.alpha, r.case.method) == (alpha, method)]

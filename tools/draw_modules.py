@@ -1,6 +1,7 @@
 """Draw the packages of fairvar and the imports between them, as read from the source.
 
-    python tools/draw_modules.py        # writes docs/modules.svg
+    python tools/draw_modules.py                  # writes docs/modules.svg
+    python tools/draw_modules.py --out FILE.svg
 
 A box is a package with its modules; an arrow says that the upper one imports the lower one. Arrows
 that a chain of others implies are left out.
@@ -8,29 +9,29 @@ that a chain of others implies are left out.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import itertools
 import textwrap
 from pathlib import Path
 
 import matplotlib
-
-matplotlib.use("svg")
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "fairvar"
 ROWS = [
-    ["cli"],
+    ["cli", "api"],
     ["report", "deploy"],
     ["runs", "testing"],
     ["engine"],
     ["data", "methods", "models", "theory"],
     ["files", "metrics", "objectives", "process", "validation"],
-    ["tree", "rng", "errors"],
+    ["scores"],
+    ["display", "errors", "rng", "tree"],
 ]
-WIDE, HIGH = 14.0, 13.0
+WIDE, HIGH = 14.0, 16.0
 
 
 def imports() -> set[tuple[str, str]]:
@@ -68,6 +69,12 @@ def modules(name: str) -> str:
     found = sorted(p.stem for p in folder.glob("*.py") if p.stem != "__init__")
     found += sorted(f"{p.name}/" for p in folder.iterdir() if (p / "__init__.py").exists())
     return ", ".join(found)
+
+
+def labels() -> set[str]:
+    """Every name in the picture."""
+    names = set(itertools.chain(*ROWS))
+    return names.union(*(modules(name).split(", ") for name in names)) - {""}
 
 
 def places() -> dict[str, tuple[float, float, float, float]]:
@@ -112,10 +119,12 @@ def draw() -> Figure:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "modules.svg")
+    out = parser.parse_args().out
     with matplotlib.rc_context({"svg.hashsalt": "fairvar", "svg.fonttype": "none"}):
-        path = ROOT / "docs" / "modules.svg"
-        draw().savefig(path, metadata={"Date": None})
-    print(path.relative_to(ROOT))
+        draw().savefig(out, format="svg", metadata={"Date": None})
+    print(out)
 
 
 if __name__ == "__main__":

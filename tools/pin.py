@@ -3,8 +3,12 @@
     python tools/pin.py --store FILE      train all cases and store what they observed
     python tools/pin.py --compare FILE    train them again and print the largest differences
 
+To compare with an earlier commit: check it out elsewhere, copy this file into its tools/, run it
+there with --store, and here with --compare.
+
 All runs are on the CPU in float64. A case whose bytes differ is listed with its largest difference,
-relative to the largest number of the table; the last line says how many differ and by how much.
+relative to the largest number of the table. Cases that only one of the commits trains are listed
+and not compared. The exit status is 0 if no compared case differs by more than 1e-12.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ from fairvar.engine.settings import EvaluateSettings, TrainSettings  # noqa: E40
 from fairvar.errors import BadInput  # noqa: E402
 
 Tables = dict[str, Tensor]
+Cases = dict[str, Tables | str]  # a message where the case is refused
 Case = tuple[str, Callable[[], list[fv.History]]]
 WORK: dict[str, dict[str, Any]] = {
     "step": {},
@@ -97,27 +102,38 @@ def together(method: fv.Method, **more: Any) -> list[fv.History]:
     return train_grid(members, DATA, "cross_entropy", EvaluateSettings(every=2))
 
 
+def label_of(method: fv.Method) -> str:
+    """Only fields without their default value: an option that came later changes no label."""
+    given = [
+        f"{field.name}={getattr(method, field.name)!r}"
+        for field in msgspec.structs.fields(method)
+        if field.default is msgspec.NODEFAULT or getattr(method, field.name) != field.default
+    ]
+    return f"{type(method).__name__}({', '.join(given)})"
+
+
 def cases() -> Iterator[Case]:
     for method in METHODS + OPTIONS:
+        of = label_of(method)
         for model in MODELS:
             for engine in ("reference", "auto", "linear", "pooled", "blocked", "vmapped"):
                 for name, work in (WORK | EXTRA).items():
                     more = work | ({"data": EVEN} if name in ("twin", "some") else {})
-                    label = f"{model} {method!r} {engine} {name}"
+                    label = f"{model} {of} {engine} {name}"
                     yield label, _late(trained, model, method, engine, more)
                 if model == "multinomial":
-                    label = f"quadratics {method!r} {engine} diverges"
+                    label = f"quadratics {of} {engine} diverges"
                     yield label, _late(diverged, method, engine, {})
-                label = f"{model} {method!r} {engine} continued"
+                label = f"{model} {of} {engine} continued"
                 yield label, _late(continued, model, method, engine, WORK["mini_batch"])
         for name, work in WORK.items():
             for capture in (False, True):
                 more = {**work, "capture": capture}
-                label = f"grid {method!r} {name} {capture}"
+                label = f"grid {of} {name} {capture}"
                 yield label, lambda m=method, more=more: together(m, **more)  # type: ignore[misc]
-            label = f"federated {method!r} {name}"
+            label = f"federated {of} {name}"
             yield label, lambda m=method, w=work: [federated(m, DATA, **w).history]  # type: ignore[misc]
-        label = f"federated {method!r} batch norm, some clients, clip"
+        label = f"federated {of} batch norm, some clients, clip"
         yield label, lambda m=method: [federated(m, SMALL, model=NORM, **SOME).history]  # type: ignore[misc]
 
 
@@ -137,9 +153,9 @@ def tables(histories: list[fv.History]) -> Tables:
     return found
 
 
-def all_cases(only: str) -> dict[str, Tables | str]:
+def all_cases(only: str) -> Cases:
     torch.set_num_threads(1)
-    found: dict[str, Tables | str] = {}
+    found: Cases = {}
     for name, compute in cases():
         if only not in name:
             continue
@@ -152,10 +168,10 @@ def all_cases(only: str) -> dict[str, Tables | str]:
     return found
 
 
-def difference(left: Tables | str, right: Tables | str) -> float:
-    """0: equal bytes; inf: other tables, shapes or messages."""
-    if isinstance(left, str) or isinstance(right, str) or left.keys() != right.keys():
-        return 0.0 if isinstance(left, str) and left == right else float("inf")
+def difference(left: Tables, right: Tables) -> float:
+    """0: equal bytes; inf: other tables or shapes."""
+    if left.keys() != right.keys():
+        return float("inf")
     worst = 0.0
     for name, x in left.items():
         y = right[name]
@@ -166,6 +182,31 @@ def difference(left: Tables | str, right: Tables | str) -> float:
         x, y = x.double().nan_to_num(), y.double().nan_to_num()
         gap = float((x - y).abs().max()) / max(float(y.abs().max()), 1e-300)
         worst = max(worst, gap, 5e-324)
+    return worst
+
+
+def compared(found: Cases, before: Cases) -> float:
+    """Print how the cases differ; returns the largest difference of those that both have."""
+    gaps, once, refused = dict[str, float](), list[str](), 0
+    for name in sorted({*found, *before}):
+        now, then = found.get(name, "no such case"), before.get(name, "no such case")
+        if isinstance(now, str) and isinstance(then, str):
+            refused += 1  # messages may be reworded
+        elif isinstance(now, str):
+            once.append(f"   before  {name} (now: {now[:60]})")
+        elif isinstance(then, str):
+            once.append(f"      now  {name} (before: {then[:60]})")
+        else:
+            gaps[name] = difference(now, then)
+    for name, gap in gaps.items():
+        if gap:
+            print(f"{gap:9.2g}  {name}")
+    print(*once, sep="\n")
+    worst, equal = max(gaps.values(), default=0.0), sum(not gap for gap in gaps.values())
+    print(
+        f"{len(gaps)} cases trained by both, {equal} with equal bytes, the others differ by at "
+        f"most {worst:.2g}; {len(once)} trained by one only, {refused} refused by both"
+    )
     return worst
 
 
@@ -182,16 +223,7 @@ def main() -> None:
         print(f"{len(found)} cases stored")
         return
     before = {k: v for k, v in torch.load(given.compare).items() if given.only in k}
-    gaps = {
-        name: difference(found.get(name, "missing"), before.get(name, "missing"))
-        for name in sorted({*found, *before})
-    }
-    for name, gap in gaps.items():
-        if gap:
-            print(f"{gap:9.2g}  {name}")
-    differ = [gap for gap in gaps.values() if gap]
-    print(f"{len(gaps)} cases, {len(differ)} differ, by at most {max(differ, default=0.0):.2g}")
-    sys.exit(max(differ, default=0.0) > 1e-12)
+    sys.exit(not compared(found, before) <= 1e-12)
 
 
 if __name__ == "__main__":

@@ -120,8 +120,8 @@ def _runs(folder: Path) -> Path:
     """A small sweep to damage."""
     from nursery import write_plan
 
-    from fairvar.runs.batch import arrange
     from fairvar.runs.plan import Plan
+    from fairvar.runs.runner import arrange
     from fairvar.runs.sweep import run_sweep
 
     digits = ("data.name=digits", "partition.name=dirichlet", "partition.alpha=1.0")

@@ -11,7 +11,7 @@ from fairvar.process import progress
 from fairvar.report.table import (
     to_rich,
 )
-from fairvar.runs.store import check_writable
+from fairvar.runs.formats import check_writable
 from fairvar_bench.cases import BenchSettings
 from fairvar_bench.many import lines, measure, measure_all
 from fairvar_bench.run import run_bench

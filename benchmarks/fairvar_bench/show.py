@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fairvar.report.style import GREY, new_figure, save, styled
 from fairvar.report.table import Cell, Column, Estimate, Row, Table, to_markdown
-from fairvar.runs.store import write_text
+from fairvar.runs.formats import write_text
 from fairvar_bench.cases import METHODS
 from fairvar_bench.contenders import OURS
 from fairvar_bench.measure import Spread

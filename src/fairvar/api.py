@@ -45,9 +45,9 @@ from fairvar.methods import (
 )  # fmt: skip
 from fairvar.metrics import Fairness, fairness
 from fairvar.models import MODELS, check_model
-from fairvar.report.comparison import Comparison, compare
+from fairvar.report.compare_in_python import Comparison, compare
 from fairvar.runs.experiments import Sweep, run, sweep
-from fairvar.runs.load import load
+from fairvar.runs.stored import load
 from fairvar.scores import METRICS, Metric
 
 __all__ = [

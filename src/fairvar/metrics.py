@@ -327,7 +327,7 @@ def _interval(
     K = len(p)
     term = scale * _squares(p) - noise
     error = float(term.std()) / math.sqrt(K)
-    if error <= 1e-12:  # all clients alike: every resample tells the same
+    if error <= 1e-12:  # all clients alike: every resample is the same
         return value, value
     t = np.empty(len(draw))
     step = max(1, 4_000_000 // K)  # so that 10 000 clients need no gigabyte

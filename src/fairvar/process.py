@@ -221,7 +221,7 @@ def _lines(title: str) -> Report:
         spent = now - started
         left = f", about {spent / done * (total - done):.0f} s left" if 0 < done < total else ""
         line = f"{title}: {done}/{total} ({plain(what)}) after {spent:.0f} s{left}"
-        with suppress(OSError):  # nobody reads stderr any more; the computation continues
+        with suppress(OSError):  # stderr was closed; the computation continues
             print(line, file=sys.stderr)
 
     return report

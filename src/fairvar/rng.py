@@ -1,7 +1,7 @@
 """Randomness by name, not by order.
 
 Every draw names its stream, `stream(seed, "partition", "mnist")`, so adding a client, a worker or a
-restart changes nobody else's numbers and a resumed run needs no generator state.
+restart changes no other numbers and a resumed run needs no generator state.
 
 Mini-batches need a draw per sample in every round, dropout one per unit of a layer. Those come from
 `sample_keys` and `unit_keys`, a counter-based hash (the splitmix64 finaliser) in plain integer

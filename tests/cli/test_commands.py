@@ -16,9 +16,8 @@ from commands import call
 from fairvar.cli import commands
 from fairvar.cli.common import example_file
 from fairvar.methods import BUILT_IN
-from fairvar.runs.batch import run_cell
 from fairvar.runs.plan import Plan
-from fairvar.runs.runner import Watch
+from fairvar.runs.runner import Watch, run_cell
 
 QUICK = str(Path(__file__).parents[2] / "configs" / "quick.toml")
 

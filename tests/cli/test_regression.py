@@ -20,8 +20,6 @@ from fairvar.runs import config as configuration
 from fairvar.runs.results import gather
 from fairvar.runs.stored import StoredRun
 
-pytest.importorskip("matplotlib")
-
 PLAN = """
 name = "sites"
 [data]

@@ -9,11 +9,10 @@ import pytest
 import fairvar.runs.runner as experiment
 from fairvar import cli
 from fairvar.errors import IntegrityError
-from fairvar.runs import store
-from fairvar.runs.batch import run_cell
+from fairvar.runs import formats
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import stored_runs
-from fairvar.runs.runner import Watch
+from fairvar.runs.runner import Watch, run_cell
 from fairvar.runs.stored import recorded_federation
 
 PLAN = {
@@ -42,13 +41,13 @@ def test_final_models_are_not_read(tmp_path, monkeypatch):
     run_cell(cell, tmp_path, Watch())
     run = stored_runs(tmp_path)[0].folder
     opened: list[str] = []
-    read = store.read_bytes
+    read = formats.read_bytes
 
     def counted(path: Path, *arguments: object, **options: object) -> bytes:
         opened.append(path.name)
         return read(path, *arguments, **options)
 
-    monkeypatch.setattr(store, "read_bytes", counted)
+    monkeypatch.setattr(formats, "read_bytes", counted)
     cli.main(["report", str(tmp_path)])
     cli.main(["compare", str(run), str(run)])
     assert {"manifest.json", "config.toml", "history.safetensors"} <= set(opened)

@@ -14,7 +14,7 @@ from checks import MODELS, images, observed, same_bytes, small_cnn
 from fairvar.engine.batches import Schedule
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.train import run_rounds
-from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
+from fairvar.runs.formats import pack_checkpoint, unpack_checkpoint
 
 CLIENTS = 19
 STEP: dict = {"batch_size": 4}

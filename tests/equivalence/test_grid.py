@@ -21,7 +21,7 @@ from checks import FURTHER, distance, images, small_cnn
 from fairvar.engine.grid import Member, members_that_fit, train_grid, trains_together
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.train import Checkpoint, run_rounds
-from fairvar.runs.serialize import pack_checkpoint, pack_history, unpack_checkpoint
+from fairvar.runs.formats import pack_checkpoint, pack_history, unpack_checkpoint
 
 TOLERANCE_64 = 1e-12
 TOLERANCE_32 = 1e-6

@@ -26,7 +26,7 @@ from fairvar.engine import task
 from fairvar.engine.grid import Member, train_grid, trains_together
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.train import Checkpoint, run_rounds
-from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
+from fairvar.runs.formats import pack_checkpoint, unpack_checkpoint
 
 CLIENTS = 10
 DATA = images(CLIENTS)

@@ -23,8 +23,8 @@ from fairvar.engine.recorder import Checkpoint
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.state import DoesNotFit
 from fairvar.runs.config import Config
+from fairvar.runs.formats import pack_checkpoint, pack_state, unpack_checkpoint, unpack_state
 from fairvar.runs.identity import fingerprint
-from fairvar.runs.serialize import pack_checkpoint, pack_state, unpack_checkpoint, unpack_state
 
 MOMENTUM = fv.ServerOptimiser("sgd", beta1=0.9)
 ADAM = fv.ServerOptimiser("adam", lr=0.1, beta1=0.5, beta2=0.75, tau=0.05)

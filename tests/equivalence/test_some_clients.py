@@ -21,7 +21,7 @@ from fairvar.engine.grid import Member, train_grid, trains_together
 from fairvar.engine.run import Run
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.train import Checkpoint, prepare, run_rounds
-from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
+from fairvar.runs.formats import pack_checkpoint, unpack_checkpoint
 from fairvar.tree import squared_norm, subtract
 
 CLIENTS = 10

@@ -39,9 +39,8 @@ from fairvar.report.files import group_table
 from fairvar.report.table import render
 from fairvar.runs.archive import ARCHIVE, LIST, unpacked
 from fairvar.runs.config import Config
+from fairvar.runs.formats import MANIFEST, unpack_checkpoint
 from fairvar.runs.results import gather
-from fairvar.runs.serialize import unpack_checkpoint
-from fairvar.runs.store import MANIFEST
 from fairvar.runs.stored import StoredRun, recorded_federation
 from fairvar.runs.verify import check_files
 

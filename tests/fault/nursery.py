@@ -227,10 +227,10 @@ def _die_in_save(doomed: str, step: str) -> None:
 
 def _log_computed(path: str) -> None:
     """Note every cell that was computed to its end, in a file that appends whole lines."""
-    from fairvar.runs import batch
+    from fairvar.runs import runner
     from fairvar.runs.identity import identity_of
 
-    real = batch.compute
+    real = runner.compute
 
     def compute(configs: Sequence[Any], *rest: Any) -> Any:
         histories = real(configs, *rest)
@@ -238,7 +238,7 @@ def _log_computed(path: str) -> None:
             file.writelines(f"{identity_of(c).name} {os.getpid()}\n" for c in configs)
         return histories
 
-    batch.compute = compute
+    runner.compute = compute
 
 
 def _child(arguments: Sequence[str], fault: Mapping[str, Any], words: Path) -> None:
@@ -292,8 +292,8 @@ def _signal(pid: int, number: int, whole: bool, started: Mapping[int, float]) ->
 
 
 def _serve(folder: Path) -> None:
-    from fairvar.runs.batch import arrange
     from fairvar.runs.plan import Plan
+    from fairvar.runs.runner import arrange
     from fairvar.runs.sweep import run_sweep
 
     # The first round of each kind imports and builds things: do that once, here.

@@ -10,12 +10,11 @@ from filelock import FileLock
 from nursery import Nursery, run_folders, sweep_bytes
 
 from fairvar.errors import BadInput
-from fairvar.runs import batch, store
-from fairvar.runs.batch import run_cell
+from fairvar.runs import formats, runner
 from fairvar.runs.identity import fingerprint
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather, stored_runs
-from fairvar.runs.runner import Watch, run_folder
+from fairvar.runs.runner import Watch, run_cell, run_folder
 from fairvar.runs.stored import StoredRun
 
 
@@ -72,8 +71,8 @@ def test_a_run_that_another_holds_is_left_to_it(children, short, tmp_path):
 def test_a_run_finished_just_before_the_lock_is_not_repeated(short, monkeypatch):
     """Between looking and locking another process may have ended it: look again."""
     answers = iter([False, False])
-    monkeypatch.setattr(store, "is_complete", lambda folder: next(answers, True))
-    monkeypatch.setattr(batch, "compute", None)
+    monkeypatch.setattr(formats, "is_complete", lambda folder: next(answers, True))
+    monkeypatch.setattr(runner, "compute", None)
     cell = Plan.load(short / "plan.toml").cells[0]
     manifest = run_cell(cell, short / "out", Watch())
     assert manifest is not None

@@ -22,16 +22,15 @@ from safetensors.torch import load, save
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.files import seal, unpack_files
 from fairvar.runs import runner
-from fairvar.runs.batch import run_cell
-from fairvar.runs.plan import Plan
-from fairvar.runs.results import gather
-from fairvar.runs.runner import Interrupted, Watch, run_folder
-from fairvar.runs.store import (
+from fairvar.runs.formats import (
     MANIFEST,
     SLOTS,
     read_checkpoints,
     write_checkpoint,
 )
+from fairvar.runs.plan import Plan
+from fairvar.runs.results import gather
+from fairvar.runs.runner import Interrupted, Watch, run_cell, run_folder
 from fairvar.runs.stored import StoredRun, recorded_federation, verify
 
 FLIPS, CUTS = 200, 60

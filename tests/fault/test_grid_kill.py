@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from nursery import KEPT, STEPS, End, Nursery, run_folders, sweep_bytes, visible, write_plan
 
-from fairvar.runs.store import MANIFEST, is_complete
+from fairvar.runs.formats import MANIFEST, is_complete
 
 GRID = "lr = [0.05, 0.1, 0.2]\nstrength = [0.01, 0.1]\n"
 RUNS = {"FedAvg": 6, "AFL": 6, "FairGrad*": 12}  # of each kind: learning rates, strengths, seeds

@@ -20,12 +20,12 @@ from fairvar.data import sources
 from fairvar.errors import BadInput, FairvarError, IntegrityError
 from fairvar.files import seal
 from fairvar.runs.archive import condense, extract
-from fairvar.runs.batch import arrange
 from fairvar.runs.config import Config, merge_overrides
+from fairvar.runs.formats import MANIFEST
 from fairvar.runs.own import load_plugin
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather
-from fairvar.runs.store import MANIFEST
+from fairvar.runs.runner import arrange
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.sweep import run_sweep
 from fairvar.runs.verify import check_files

@@ -25,8 +25,8 @@ from nursery import (
 
 from fairvar.report.files import FORMATS, group_table
 from fairvar.report.table import render
+from fairvar.runs.formats import is_complete, read_checkpoints
 from fairvar.runs.results import gather
-from fairvar.runs.store import is_complete, read_checkpoints
 
 TABLES = ("md", "csv", "tex")
 

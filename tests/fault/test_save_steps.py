@@ -13,9 +13,9 @@ from nursery import KEPT, STEPS, Nursery, run_bytes, run_folders, sweep_bytes, v
 
 from commands import call
 from fairvar import files
-from fairvar.runs import store
+from fairvar.runs import formats
+from fairvar.runs.formats import MANIFEST, is_complete
 from fairvar.runs.results import stored_runs
-from fairvar.runs.store import MANIFEST, is_complete
 from fairvar.runs.stored import verify
 
 FILES = (*KEPT, MANIFEST, "checkpoint-a", "checkpoint-b", "federation")
@@ -159,13 +159,13 @@ def test_impossible_folders_are_refused(kind, short, tmp_path, capsys):
 def test_a_report_cannot_be_half_written(tmp_path, monkeypatch):
     """Text goes the same way as runs: the old file stays whole until the new one is."""
     path = tmp_path / "table.md"
-    store.write_text(path, "old")
+    formats.write_text(path, "old")
 
     def full(*a: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(files.os, "replace", full)
     with pytest.raises(files.RunFailed, match="3 bytes needed"):
-        store.write_text(path, "new")
+        formats.write_text(path, "new")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["table.md"]

@@ -15,20 +15,28 @@ from safetensors.torch import load, save
 
 from checks import METHODS
 from fairvar.errors import IntegrityError
-from fairvar.runs import batch as groups
-from fairvar.runs.batch import arrange, run_cell, run_group
+from fairvar.runs import runner
 from fairvar.runs.config import Config
-from fairvar.runs.identity import checkpoint_key, identity_of
-from fairvar.runs.plan import Plan
-from fairvar.runs.runner import Interrupted, Watch, missing, run_folder
-from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
-from fairvar.runs.store import (
+from fairvar.runs.formats import (
     MANIFEST,
     SLOTS,
     inside,
+    pack_checkpoint,
     read_checkpoints,
     save_files,
+    unpack_checkpoint,
     write_checkpoint,
+)
+from fairvar.runs.identity import checkpoint_key, identity_of
+from fairvar.runs.plan import Plan
+from fairvar.runs.runner import (
+    Interrupted,
+    Watch,
+    arrange,
+    missing,
+    run_cell,
+    run_folder,
+    run_group,
 )
 
 BASE: dict[str, Any] = {
@@ -159,7 +167,7 @@ def test_own_checkpoints_fit(method, tmp_path, capsys):
 
 
 # -- groups ---------------------------------------------------------------------------------------
-def grid(**sections: Any) -> groups.Group:
+def grid(**sections: Any) -> runner.Group:
     (group,) = arrange(Plan.from_dict({**BASE, "sweep": GRID, **sections}).cells)
     assert len(group) == 6
     return group
@@ -229,7 +237,7 @@ def test_a_groups_checkpoint_of_other_runs_is_not_continued(kind, calm, tmp_path
     names = [run_folder(cell, out).name for cell in cells]
     if kind == "shapes":
         packed = [relabelled(part, cell) for part, cell in zip(packed, cells, strict=True)]
-    home = groups.home_of(cells, out)
+    home = runner.home_of(cells, out)
     write_checkpoint(home, 0, dict(zip(names, packed, strict=True)))
     assert run_group(cells, out, Watch())
     same(out, calm)
@@ -260,7 +268,7 @@ def test_tidying_up_stays_inside(tmp_path):
     (out / ".groups").mkdir(parents=True)
     (out / ".groups" / "link").symlink_to(precious)
     write_checkpoint(out / ".groups" / "names", 0, {"../precious": b""})
-    groups.tidy(out)
+    runner.tidy(out)
     assert {p.name for p in precious.iterdir()} == {MANIFEST, SLOTS[0]}
 
 

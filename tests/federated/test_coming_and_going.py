@@ -17,7 +17,7 @@ from fairvar.deploy.client import Message
 from fairvar.deploy.guard import FederationSettings
 from fairvar.deploy.run import LocalTransport, federate, local_clients
 from fairvar.engine.train import Checkpoint
-from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
+from fairvar.runs.formats import pack_checkpoint, unpack_checkpoint
 
 CROSS_DEVICE = fv.AAggFF(setting="cross_device", variant="paper")
 

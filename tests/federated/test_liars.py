@@ -33,7 +33,7 @@ from fairvar.deploy.guard import (
 )
 from fairvar.deploy.run import Fault, Federated, LocalTransport, federate, local_clients
 from fairvar.deploy.server import MEMORY
-from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
+from fairvar.runs.formats import pack_checkpoint, unpack_checkpoint
 from fairvar.tree import Tree, add, scale, subtract, tree_map
 
 BARE = {"norm_bound": OFF, "mean_loss_bound": OFF}

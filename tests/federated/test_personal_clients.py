@@ -22,7 +22,7 @@ from fairvar.deploy.guard import FederationSettings
 from fairvar.deploy.run import Fault, Federated, LocalTransport, federate, honest
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.train import Checkpoint
-from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
+from fairvar.runs.formats import pack_checkpoint, unpack_checkpoint
 from fairvar.tree import Tree
 
 TOLERANCE = 1e-10

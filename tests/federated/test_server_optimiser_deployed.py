@@ -11,7 +11,7 @@ from federations import agreement, digits, reference, run
 import fairvar as fv
 from fairvar.deploy.guard import FederationSettings
 from fairvar.deploy.run import LocalTransport, federate, local_clients
-from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
+from fairvar.runs.formats import pack_checkpoint, unpack_checkpoint
 
 SERVERS = [fv.ServerOptimiser("sgd", lr=0.7, beta1=0.9), fv.ServerOptimiser("adam", lr=0.02)]
 

@@ -38,12 +38,15 @@ from fairvar.deploy.flower.server import folder_of, run_on
 from fairvar.deploy.flower.setup import read_setup
 from fairvar.methods.base import Method
 from fairvar.report.files import group_table
-from fairvar.runs.batch import run_cell
+from fairvar.runs.formats import (
+    pack_checkpoint,
+    read_checkpoints,
+    unpack_checkpoint,
+    write_checkpoint,
+)
 from fairvar.runs.identity import checkpoint_key, fingerprint
 from fairvar.runs.results import gather
-from fairvar.runs.runner import Watch, federation_of, model_of
-from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
-from fairvar.runs.store import read_checkpoints, write_checkpoint
+from fairvar.runs.runner import Watch, federation_of, model_of, run_cell
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.verify import draw as draw_runs
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[2] / "src" / "fairvar"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "fairvar"
 # A package may import packages of earlier layers only.
 LAYERS: tuple[set[str], ...] = (
     {"_version", "display", "errors", "rng", "tree"},
@@ -74,3 +77,17 @@ def test_no_import_is_hidden_from_this_test() -> None:
     relative = [name for name, tree in MODULES.items() for node in ast.walk(tree)
                 if isinstance(node, ast.ImportFrom) and node.level]  # fmt: skip
     assert relative == []
+
+
+def test_the_picture_of_the_modules_is_that_of_the_source() -> None:
+    """Labels, not bytes: the layout depends on fonts and on matplotlib."""
+    spec = importlib.util.spec_from_file_location("draw", ROOT / "tools" / "draw_modules.py")
+    assert spec is not None
+    assert spec.loader is not None
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    picture = (ROOT / "docs" / "modules.svg").read_text()
+    drawn = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
+    names = {name for text in drawn for name in text.rstrip(",").split(", ")}
+    assert names == draw.labels(), "run: python tools/draw_modules.py"
+    assert {package(name) for name in GRAPH} - {"__init__", "__main__", "_version"} <= names

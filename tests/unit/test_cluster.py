@@ -23,7 +23,6 @@ from commands import call
 from fairvar.errors import BadInput, RunFailed
 from fairvar.methods import METHODS
 from fairvar.runs import identity
-from fairvar.runs.batch import arrange, run_group
 from fairvar.runs.cluster import (
     Parcel,
     Share,
@@ -37,7 +36,7 @@ from fairvar.runs.cluster import (
 from fairvar.runs.config import Config
 from fairvar.runs.own import load_plugin
 from fairvar.runs.plan import Plan
-from fairvar.runs.runner import Watch, missing, run_folder
+from fairvar.runs.runner import Watch, arrange, missing, run_folder, run_group
 
 PLAN = {
     "data": {"name": "digits", "clients": 6},

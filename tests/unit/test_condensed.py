@@ -24,12 +24,11 @@ from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.report.files import write_report
 from fairvar.runs.archive import ARCHIVE, LIST, ArchiveList, condense, extract, unpacked, write_list
-from fairvar.runs.batch import arrange, run_cell
 from fairvar.runs.config import Config
 from fairvar.runs.identity import fingerprint, identity_of
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather, stored_runs
-from fairvar.runs.runner import Watch, federation_of, model_of, run_folder
+from fairvar.runs.runner import Watch, arrange, federation_of, model_of, run_cell, run_folder
 from fairvar.runs.select import Criterion
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.sweep import run_sweep

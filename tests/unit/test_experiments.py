@@ -77,7 +77,7 @@ def test_a_stored_run_is_not_computed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = fv.run(BASE, out=tmp_path)
-    monkeypatch.setattr("fairvar.runs.batch.compute", None)
+    monkeypatch.setattr("fairvar.runs.runner.compute", None)
     same_bytes(fv.run(BASE, out=tmp_path), first)
 
 
@@ -176,7 +176,7 @@ def test_compare_takes_runs_of_different_length_and_common_seeds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn = [("front", None), ("curves", None)]
-    monkeypatch.setattr("fairvar.report.comparison.result_figures", lambda *given: drawn)
+    monkeypatch.setattr("fairvar.report.compare_in_python.result_figures", lambda *given: drawn)
 
     class Stop(fv.Callback):
         def on_evaluate(self, run: fv.Training) -> None:
@@ -209,6 +209,8 @@ def test_what_cannot_be_compared_is_refused() -> None:
     for runs, why in cases:
         with pytest.raises(fv.BadInput, match=why):
             fv.compare(runs)
+    with pytest.raises(fv.BadInput, match=r"^compare takes \{label: histories\}, .*, not a list$"):
+        fv.compare.__wrapped__(two)  # types are checked in tests only
     with pytest.raises(fv.BadInput, match="unknown baseline"):
         fv.compare({"a": two}, baseline="b")
     with pytest.raises(fv.BadInput, match="unknown model"):
@@ -217,3 +219,12 @@ def test_what_cannot_be_compared_is_refused() -> None:
     found = fv.compare({"FedAvg": lost, "a": two, "b": two})
     assert (found.baseline, list(found.paired)) == ("a", ["b"])
     assert found.table.rows[0].cells["accuracy"] == "div."
+
+
+def test_federations_of_one_name_are_told_apart_by_their_settings(tmp_path: Path) -> None:
+    for seed in (3, 4):
+        fv.run(BASE, f"data.seed={seed}", out=tmp_path)
+    both = r"natural-1 \(.*, data\.seed 3\), natural-2 \(.*, data\.seed 4\)"
+    with pytest.raises(fv.BadInput, match=both):
+        fv.compare(tmp_path)
+    assert fv.compare(tmp_path, federation="natural-2").results

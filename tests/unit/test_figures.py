@@ -85,7 +85,8 @@ DRAWN: dict[str, Callable[[], Figure]] = {
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_equal_bytes_and_no_trace(name: str, tmp_path: Path) -> None:
-    matplotlib = pytest.importorskip("matplotlib")
+    import matplotlib
+
     matplotlib.rcParams["font.size"] = 23
     before = dict(matplotlib.rcParams)
     first = style.save(DRAWN[name](), tmp_path / "one", "a")
@@ -101,7 +102,6 @@ def test_equal_bytes_and_no_trace(name: str, tmp_path: Path) -> None:
 
 
 def test_clients_that_differ_are_drawn_apart() -> None:
-    pytest.importorskip("matplotlib")
     panel, other = who_gains().axes
     special = [line for line in panel.lines if line.get_marker() == "^"]
     assert [line.get_ydata().tolist() for line in special] == [pytest.approx([12.0])]
@@ -110,7 +110,6 @@ def test_clients_that_differ_are_drawn_apart() -> None:
 
 
 def test_differences_are_filled_where_they_are_clear() -> None:
-    pytest.importorskip("matplotlib")
     panels = gains().axes
     marks = [[line.get_markerfacecolor() for line in axes.lines if line.get_marker() != "None"]
              for axes in panels]  # fmt: skip
@@ -119,7 +118,6 @@ def test_differences_are_filled_where_they_are_clear() -> None:
 
 
 def test_pictures_have_a_table_of_colours(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     image = pytest.importorskip("PIL.Image")
     picture = image.open(style.save(gains(), tmp_path, "a")[0])
     assert picture.mode == "P"
@@ -127,7 +125,6 @@ def test_pictures_have_a_table_of_colours(tmp_path: Path) -> None:
 
 
 def test_saving_moves_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     figure = weights()
     kept = [[path.read_bytes() for path in style.save(figure, tmp_path, "a")] for _ in range(2)]
     assert kept[0] == kept[1]
@@ -161,7 +158,6 @@ def test_a_method_of_a_user_has_a_style_of_its_own() -> None:
 
 @pytest.mark.parametrize("labels", [METHODS, NINETEEN], ids=["eight", "nineteen"])
 def test_the_front_names_its_methods_in_a_legend_below(labels: list[str]) -> None:
-    pytest.importorskip("matplotlib")
     from matplotlib.text import Text
 
     draw = np.random.default_rng(5)
@@ -184,7 +180,6 @@ def test_the_front_names_its_methods_in_a_legend_below(labels: list[str]) -> Non
 
 
 def test_figures_of_many_methods_are_higher() -> None:
-    pytest.importorskip("matplotlib")
     from matplotlib.text import Text
 
     # Curves that end at nearly the same height: only room for the names keeps them apart.
@@ -203,7 +198,6 @@ def test_figures_of_many_methods_are_higher() -> None:
 
 
 def test_pictures_of_many_methods_keep_their_colours(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     image = pytest.importorskip("PIL.Image")
     lines = {m: np.full(9, 0.9 + 1e-3 * i) for i, m in enumerate(NINETEEN)}
     figure = figures.learning_curves(np.arange(9), lines)
@@ -236,7 +230,6 @@ def test_style_is_by_method() -> None:
 
 
 def test_panels_print_what_they_show() -> None:
-    pytest.importorskip("matplotlib")
     figure = figures.client_accuracies({"FedAvg": np.linspace(0, 1, 11), "x": [np.nan] * 11})
     told = [axes.texts[0].get_text() for axes in figure.axes]
     assert told == ["mean 50.00, worst 10 % 5.00", "div."]
@@ -244,7 +237,6 @@ def test_panels_print_what_they_show() -> None:
 
 def test_panels_rank_the_clients_of_every_seed() -> None:
     """Another client is worst in every seed: averaging clients first would hide it."""
-    pytest.importorskip("matplotlib")
     table = np.full((3, 10), 0.9)
     table[[0, 1, 2], [4, 7, 1]] = [0.1, 0.2, 0.3]
     table[2, 9] = np.nan
@@ -261,7 +253,6 @@ def test_panels_rank_the_clients_of_every_seed() -> None:
 
 def test_weights_stand_at_their_rounds() -> None:
     """Kept at evaluations, every tenth and the last: the axis counts rounds."""
-    pytest.importorskip("matplotlib")
     table, rounds = np.random.default_rng(0).dirichlet(np.ones(4), 4), np.array([10, 20, 30, 35])
     line, heat = figures.weights_over_rounds(table, "AFL", rounds).axes[:2]
     np.testing.assert_array_equal(line.lines[0].get_xdata(), rounds)
@@ -276,7 +267,6 @@ def test_weights_stand_at_their_rounds() -> None:
 
 
 def test_small_and_odd_inputs() -> None:
-    pytest.importorskip("matplotlib")
     assert figures.client_accuracies({"a*": [0.5]})
     assert figures.client_accuracies({m: [0.5, 0.6] for m in METHODS[:5]})
     assert figures.front([Point("α = 0.1", 0.5, 0.0)])
@@ -299,17 +289,6 @@ def test_small_and_odd_inputs() -> None:
     ],
 )
 def test_what_is_refused(draw: Callable[[], Figure]) -> None:
-    pytest.importorskip("matplotlib")
     with pytest.raises(BadInput) as caught:
         draw()
     assert "\n" not in str(caught.value)
-
-
-def test_missing_matplotlib_tells_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(BadInput, match=r'pip install "fairvar\[plot\]"'):
-        figures.client_accuracies({"FedAvg": [0.5]})
-    with pytest.raises(BadInput, match="matplotlib"):
-        style.require_matplotlib()

@@ -18,7 +18,7 @@ from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.state import Outcome, State, stays_finite
 from fairvar.engine.train import Checkpoint
-from fairvar.runs.serialize import pack_history, unpack_history
+from fairvar.runs.formats import pack_history, unpack_history
 
 
 def clients(sizes: list[int]) -> list[tuple[Tensor, Tensor]]:

@@ -29,13 +29,12 @@ from fairvar.report.files import group_names, group_table
 from fairvar.report.result_tables import overviews
 from fairvar.runs import identity
 from fairvar.runs.archive import condense
-from fairvar.runs.batch import arrange, run_cell
 from fairvar.runs.config import Config
+from fairvar.runs.formats import MANIFEST
 from fairvar.runs.identity import Identity, code_sha256, fingerprint, identity_of, trial_key
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather, stored_runs
-from fairvar.runs.runner import Watch, federation_of, model_of, run_folder
-from fairvar.runs.store import MANIFEST
+from fairvar.runs.runner import Watch, arrange, federation_of, model_of, run_cell, run_folder
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.sweep import run_sweep
 from fairvar.runs.verify import rerun

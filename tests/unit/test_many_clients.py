@@ -19,7 +19,7 @@ from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.state import DoesNotFit, Outcome
 from fairvar.engine.train import Checkpoint, prepare, run_rounds
 from fairvar.errors import IntegrityError
-from fairvar.runs.serialize import condensed_history, pack_history, unpack_history
+from fairvar.runs.formats import condensed_history, pack_history, unpack_history
 from fairvar.scores import ACCURACY
 
 FACTS = {"rounds": 4, "diverged_at": None, "birth": {}}

@@ -17,11 +17,11 @@ from fairvar.errors import BadInput
 from fairvar.methods import METHODS
 from fairvar.report import files
 from fairvar.runs import cluster, own
-from fairvar.runs.batch import arrange
 from fairvar.runs.config import Config
 from fairvar.runs.identity import identity_of
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather, stored_runs
+from fairvar.runs.runner import arrange
 from fairvar.runs.sweep import run_sweep
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import torch
 import fairvar as fv
 from checks import images
 from fairvar.engine.batches import Participation
-from fairvar.runs.serialize import pack_history, pack_state, unpack_history, unpack_state
+from fairvar.runs.formats import pack_history, pack_state, unpack_history, unpack_state
 
 METHODS: list[fv.Method] = [
     fv.FedAvg(),

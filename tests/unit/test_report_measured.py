@@ -16,12 +16,10 @@ from fairvar.report import files
 from fairvar.report.compare import side, versus
 from fairvar.report.files import group_table, write_report
 from fairvar.report.result_tables import WHEN_UNDEFINED
-from fairvar.runs.batch import arrange
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather
+from fairvar.runs.runner import arrange
 from fairvar.runs.sweep import run_sweep
-
-pytest.importorskip("matplotlib")
 
 SWEEP = {"methods": ["fedavg", "afl"], "seeds": 2, "lr": [0.5], "step": [0.1]}
 

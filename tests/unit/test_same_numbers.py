@@ -28,13 +28,11 @@ from fairvar.report.files import (
 from fairvar.report.html import minus
 from fairvar.report.result_tables import result_columns
 from fairvar.report.table import Estimate, Table
-from fairvar.runs.batch import arrange
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather
+from fairvar.runs.runner import arrange
 from fairvar.runs.sweep import run_sweep
 from fairvar.runs.trials import Group
-
-pytest.importorskip("matplotlib")
 
 PLAN: dict[str, Any] = {
     "name": "numbers",

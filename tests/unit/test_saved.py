@@ -138,7 +138,7 @@ def test_a_history_of_an_unknown_method_says_what_is_missing(
 ) -> None:
     path = tmp_path / "history"
     trained(Unregistered(2.0)).save(path)
-    monkeypatch.setattr("fairvar.runs.load._subclasses", lambda kind: iter(()))
+    monkeypatch.setattr("fairvar.runs.stored._subclasses", lambda kind: iter(()))
     with pytest.raises(fv.BadInput, match=r"test_saved\.Unregistered', which is not known here"):
         fv.load(path)
 

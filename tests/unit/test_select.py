@@ -15,11 +15,11 @@ from fairvar.data.federation import Federation
 from fairvar.engine.history import History
 from fairvar.engine.train import train
 from fairvar.errors import BadInput
-from fairvar.methods import AFL, FairLoss, FedAvg, Method
+from fairvar.methods import AFL, FairLoss, FedAvg, FedMGDA, FedProx, Method
 from fairvar.report.result_tables import result_table
 from fairvar.report.table import render
 from fairvar.runs.select import Choice, Criterion, Curve, Validation, best
-from fairvar.runs.trials import Result, Trial, choose
+from fairvar.runs.trials import Result, Trial, choose, with_varied
 
 SEEDS, ROUNDS, CLIENTS = 3, 4, 6
 NOTHING = Choice(0, -1, -math.inf)
@@ -202,6 +202,16 @@ def relabelled(federation: Federation, draw: np.random.Generator) -> Federation:
     labels = torch.from_numpy(draw.integers(0, 2, tuple(split.y.shape)))
     poison = dataclasses.replace(split, y=labels.to(split.y.dtype))
     return dataclasses.replace(federation, test=poison)
+
+
+def test_the_label_names_every_option_that_the_sweep_varied() -> None:
+    methods = [FedMGDA(step=0.5), FedMGDA(step=1.0), FedProx(0.0), FedProx(0.1), FedAvg(),
+               FedAvg()]  # fmt: skip
+    trials = with_varied([Trial(method, 0.1, []) for method in methods])
+    assert [trial.describe() for trial in trials] == [
+        "lr 0.1, eps 0.1, step 0.5", "lr 0.1, eps 0.1, step 1", "lr 0.1, pull 0",
+        "lr 0.1, pull 0.1", "lr 0.1", "lr 0.1",
+    ]  # fmt: skip
 
 
 def test_poisoned_test_labels_change_no_choice() -> None:

@@ -22,14 +22,19 @@ from fairvar.engine.grid import Member
 from fairvar.engine.train import Checkpoint, run_rounds
 from fairvar.errors import BadInput
 from fairvar.files import pack_files, seal, unpack_files
-from fairvar.runs import batch as groups
-from fairvar.runs import runner as experiment
-from fairvar.runs import store, sweep
-from fairvar.runs.batch import arrange, run_cell, run_group
+from fairvar.runs import formats, runner, sweep
+from fairvar.runs.formats import MANIFEST, SLOTS
 from fairvar.runs.identity import batch_key, fingerprint
 from fairvar.runs.plan import Plan
-from fairvar.runs.runner import Interrupted, Watch, missing, run_folder
-from fairvar.runs.store import MANIFEST, SLOTS
+from fairvar.runs.runner import (
+    Interrupted,
+    Watch,
+    arrange,
+    missing,
+    run_cell,
+    run_folder,
+    run_group,
+)
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.sweep import crowding, device_for, project, run_sweep
 
@@ -85,10 +90,10 @@ class Lockstep:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Lockstep:
     fake = Lockstep()
-    monkeypatch.setattr(experiment, "SECONDS_BETWEEN_CHECKPOINTS", 1e9)  # however slow the machine
-    monkeypatch.setattr(experiment, "train_grid", fake)
-    monkeypatch.setattr(groups, "trains_together", lambda members, federation, loss: True)
-    monkeypatch.setattr(groups, "members_that_fit", lambda members, federation: 1000)
+    monkeypatch.setattr(runner, "SECONDS_BETWEEN_CHECKPOINTS", 1e9)  # however slow the machine
+    monkeypatch.setattr(runner, "train_grid", fake)
+    monkeypatch.setattr(runner, "trains_together", lambda members, federation, loss: True)
+    monkeypatch.setattr(runner, "members_that_fit", lambda members, federation: 1000)
     return fake
 
 
@@ -114,7 +119,7 @@ def quiet(done: int, total: int, what: str) -> None:
 # -- who trains with whom -------------------------------------------------------------------------
 @pytest.fixture
 def all_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(groups, "_most", lambda family: groups.MOST_TOGETHER)
+    monkeypatch.setattr(runner, "_most", lambda family: runner.MOST_TOGETHER)
 
 
 @pytest.mark.usefixtures("all_fit")
@@ -123,7 +128,7 @@ def test_the_papers_grid_in_groups():
     found = arrange(cells)
     assert sorted(fingerprint(c) for g in found for c in g) == sorted(fingerprint(c) for c in cells)
     assert all(len({batch_key(cell) for cell in group}) == 1 for group in found)
-    assert max(map(len, found)) == groups.MOST_TOGETHER
+    assert max(map(len, found)) == runner.MOST_TOGETHER
     assert len(found) < 100
     assert all(len(group) > 20 for group in found)
     firsts = [cells.index(group[0]) for group in found]
@@ -168,7 +173,7 @@ def test_each_by_itself_in_the_order_of_the_plan():
 @pytest.mark.usefixtures("all_fit")
 @pytest.mark.parametrize("parts", [2, 3, 7])
 def test_shards_are_whole_groups(parts: int, tmp_path, capsys, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(groups, "MOST_TOGETHER", 3)
+    monkeypatch.setattr(runner, "MOST_TOGETHER", 3)
     values = {**PLAN, "sweep": {**PLAN["sweep"], "seeds": 5}}
     (tmp_path / "plan.toml").write_text(tomli_w.dumps(values))
     shards = []
@@ -198,10 +203,10 @@ def test_the_engine_decides_what_pays(monkeypatch: pytest.MonkeyPatch):
         return together
 
     cells = plan().cells
-    monkeypatch.setattr(groups, "trains_together", fits(False))
+    monkeypatch.setattr(runner, "trains_together", fits(False))
     assert arrange(cells) == [(cell,) for cell in cells]
-    monkeypatch.setattr(groups, "trains_together", fits(True))
-    monkeypatch.setattr(groups, "members_that_fit", lambda members, federation: 3)
+    monkeypatch.setattr(runner, "trains_together", fits(True))
+    monkeypatch.setattr(runner, "members_that_fit", lambda members, federation: 3)
     assert [len(group) for group in arrange(cells)] == [3, 3, 1, 1]
     assert asked == [4, 4, 3, 3]
 
@@ -263,7 +268,7 @@ def test_an_interrupted_group_continues_as_a_whole(stored, engine, calm, tmp_pat
 @pytest.mark.parametrize("damage", ["none", "bits", "content", "other runs"])
 def test_death_between_two_stores(damage, engine, calm, tmp_path, monkeypatch):
     """The rest is stored from the last checkpoint; if that is damaged, it is trained again."""
-    group, real, count = arrange(plan().cells)[0], store.store_run, 0
+    group, real, count = arrange(plan().cells)[0], formats.store_run, 0
 
     def dies(folder: Path, files: Any) -> None:
         nonlocal count
@@ -273,7 +278,7 @@ def test_death_between_two_stores(damage, engine, calm, tmp_path, monkeypatch):
         real(folder, files)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "store_run", dies)
+        patch.setattr(formats, "store_run", dies)
         with pytest.raises(KeyboardInterrupt):
             run_group(group, tmp_path, Watch())
     assert len(missing(group, tmp_path)) == 2
@@ -283,7 +288,7 @@ def test_death_between_two_stores(damage, engine, calm, tmp_path, monkeypatch):
     elif damage == "content":
         last.write_bytes(seal({"sizes": {"a": 1.5}, "sha256": {}}) + b"x")
     elif damage == "other runs":
-        store.write_checkpoint(last.parent, 0, {"0" * 16: b"x"})
+        formats.write_checkpoint(last.parent, 0, {"0" * 16: b"x"})
     assert run_group(group, tmp_path, Watch())
     first = ROUNDS if damage == "none" else 0
     assert engine.calls == [(4, 0), (4, first)]  # with whom they trained first
@@ -336,7 +341,7 @@ def test_one_that_diverges_does_not_disturb_the_others(engine, calm, tmp_path):
 
 def test_bad_input_names_the_run_and_leaves_nothing(engine, tmp_path, monkeypatch):
     cells = plan(model={}).cells
-    real = experiment.prepare
+    real = runner.prepare
 
     def prepare(model: Any, data: Any, method: Any, loss: Any, settings: Any, **more: Any) -> Any:
         if settings.lr == 0.5:
@@ -347,8 +352,8 @@ def test_bad_input_names_the_run_and_leaves_nothing(engine, tmp_path, monkeypatc
         for m in members:
             prepare(m.model, rest[0], m.method, rest[1], m.settings)
 
-    monkeypatch.setattr(experiment, "prepare", prepare)
-    monkeypatch.setattr(experiment, "train_grid", train)
+    monkeypatch.setattr(runner, "prepare", prepare)
+    monkeypatch.setattr(runner, "train_grid", train)
     out = tmp_path / "out"
     with pytest.raises(BadInput, match=r"^FairLoss\*, strength 0.1, lr 0.5, seed 0: half is too m"):
         run_sweep(arrange(cells), out, quiet)
@@ -396,14 +401,14 @@ def test_the_cost_is_that_of_groups(engine, tmp_path):
 def test_slow_writes_are_rare(monkeypatch):
     """Ten seconds apart, or twenty times as long as a write takes."""
     now, writes = 0.0, list[float]()
-    monkeypatch.setattr(experiment.time, "monotonic", lambda: now)
+    monkeypatch.setattr(runner.time, "monotonic", lambda: now)
 
     def write(number: int, made: int) -> None:
         nonlocal now
         writes.append(now)
         now += 2.0 if len(writes) > 2 else 0.1
 
-    keep = experiment.keeper(Watch(), 1000, write)
+    keep = runner.keeper(Watch(), 1000, write)
     for t in range(150):
         now += 1.0
         keep(t + 1, lambda: 0)

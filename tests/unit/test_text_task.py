@@ -15,9 +15,8 @@ from fairvar.data import sources
 from fairvar.data.readers import text
 from fairvar.errors import IntegrityError
 from fairvar.models import LSTM, Transformer, build, check_model
-from fairvar.runs.batch import run_cell
 from fairvar.runs.plan import Plan
-from fairvar.runs.runner import Watch, run_folder
+from fairvar.runs.runner import Watch, run_cell, run_folder
 from fairvar.runs.stored import StoredRun
 
 ROOT = Path(__file__).parents[2]

@@ -80,12 +80,11 @@ def partition(
     Example: fairvar partition quick.toml partition.alpha=0.5
     """
     several, settings = lib.plan.federations(config, overrides, scale)
-    lib.style.require_matplotlib()
     drawn = {name: lib.runner.federation_of(each) for name, each in settings.items()}
     for federation in drawn.values():
         if federation.classes is None:
             raise BadInput(f"{federation.name} has no classes: there is no partition to draw")
-    lib.store.check_writable(out)
+    lib.formats.check_writable(out)
     files = []
     for name, federation in drawn.items():
         counts = federation.class_counts.numpy()

@@ -25,7 +25,7 @@ from fairvar.methods import FairGrad, catalogue
 from fairvar.process import progress, stop_signals
 from fairvar.report import compare, files, result_tables, style
 from fairvar.report.table import MISSING, UNDEFINED, Estimate, to_rich
-from fairvar.runs import archive, batch, config, identity, own, plan, results, runner, select, store
+from fairvar.runs import archive, config, formats, identity, own, plan, results, runner, select
 from fairvar.scores import ACCURACY, recorded_metric
 
 from fairvar.runs import experiments, stored, verify, sweep  # isort: skip

@@ -38,7 +38,7 @@ from fairvar.errors import BadInput, RunFailed
 
 TITLE = "Fair federated learning on MNIST: a demo"
 NOTE = (
-    "A small grid on 1000 images: it shows the tool, not the last word on the methods. In the "
+    "A small grid on 1000 images: it shows the tool and is too small to rank the methods. In the "
     "second federation a fifth of the clients see rotated digits; the page shows who gains and who "
     "pays."
 )
@@ -82,10 +82,9 @@ def demo(
     for name, overrides in (("demo", (*both, *first)), ("different", both)):
         with example_file(name) as path:
             cells += lib.plan.Plan.load(path, overrides).cells
-    lib.style.require_matplotlib()
-    lib.store.check_writable(out)
+    lib.formats.check_writable(out)
     with lib.progress("fairvar demo") as report:
-        groups, processes = lib.batch.arrange(cells), workers or min(8, os.cpu_count() or 1)
+        groups, processes = lib.runner.arrange(cells), workers or min(8, os.cpu_count() or 1)
         lib.sweep.run_sweep(groups, out / "runs", report, processes)
     # The folder may hold runs of earlier demos with other options.
     names = {lib.runner.run_folder(cell, out).name for cell in cells}
@@ -210,12 +209,11 @@ def report(
         title: heading of the page.
     """
     lib.load_plugin(plugin)
-    lib.style.require_matplotlib()
     target, rule = out or folder / "report", (selection or Selection()).rule(model)
     with lib.progress("report") as progress:
         progress(0, 1, "reading runs")
         groups = lib.results.gather(folder, rule=rule, model=model)
-        lib.store.check_writable(target)  # bad input must write nothing
+        lib.formats.check_writable(target)  # bad input must write nothing
         heading = title or f"fairvar: {groups[0].config.name}"
         tables, files = lib.files.write_report(groups, target, heading)
         progress(1, 1, "done")
@@ -280,14 +278,14 @@ def condense(
     """
     if not folders:
         raise BadInput("give at least one folder of runs")
-    if out.is_dir() and any(map(lib.store.is_complete, out.iterdir())):
+    if out.is_dir() and any(map(lib.formats.is_complete, out.iterdir())):
         raise BadInput(f"{out} holds the runs themselves; give the archive a folder of its own")
     lib.load_plugin(plugin)
     rule = (selection or Selection()).rule()
     with lib.progress("condense") as progress:
         progress(0, 2, "reading runs")
         groups = lib.results.gather(*folders, rule=rule)
-        lib.store.check_writable(out)
+        lib.formats.check_writable(out)
         progress(1, 2, "writing")
         path = lib.archive.condense(groups, out, all)
         progress(2, 2, "done")

@@ -52,7 +52,7 @@ def _is_file_set(name: str, root: sources.Root) -> bool:
 
 
 def dataset_sha256(name: str, root: sources.Root = None) -> str | None:
-    """Which data a name stands for here, by its SHA-256; None where they are made from the
+    """The SHA-256 of the data that a name means here; None where they are made from the
     settings. The files must be there, and are read only if they are new or have changed."""
     if _is_file_set(name, root):
         return sources.sha256_of(name, root)

@@ -1,8 +1,7 @@
-"""Data from where people have them, as one pair of arrays per client: tables with a column of
-clients, torch data sets, Hugging Face data sets. And what happens to data before training: shares
-of train, valid and test, and the scale of the inputs.
+"""The user's data as one pair of arrays per client: tables with a column of clients, torch data
+sets, Hugging Face data sets. Also splits into train, valid and test, and the scale of the inputs.
 
-`Federation` (`federation.py`) calls these functions; nothing here knows it.
+`Federation` (`federation.py`) calls these functions and is not imported here.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Assignment:
 
     indices: list[np.ndarray]
     attempts: int = 1  # draws that were looked at, the accepted one included
-    moved: int = 0  # samples that changed hands to reach the minimum
+    moved: int = 0  # samples given to other clients to reach the minimum
 
     @property
     def sizes(self) -> Int64[np.ndarray, " n"]:

@@ -36,7 +36,7 @@ from fairvar.engine.train import prepare
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.files import MOST_TENSORS, read_bytes, write_bytes
 from fairvar.methods.base import Method, Replies
-from fairvar.runs.serialize import load_tensors
+from fairvar.runs.formats import load_tensors
 from fairvar.scores import Metric
 from fairvar.tree import Tree, is_finite, scale, squared_norm, subtract, tree_map
 

@@ -26,8 +26,8 @@ from rich.text import Text
 from fairvar.errors import BadInput, unknown
 from fairvar.report.paired import Difference, Paired, compare
 from fairvar.report.table import MISSING, UNDEFINED, Column, Estimate, Row, Table
+from fairvar.runs.formats import is_complete
 from fairvar.runs.results import gather
-from fairvar.runs.store import is_complete
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.trials import Group, Result, Trial
 from fairvar.scores import ACCURACY, Metric
@@ -89,7 +89,8 @@ def about(results: Sequence[Result], model: str) -> str:
 def federation_name(group: Group) -> str:
     alpha = "" if group.alpha is None else f", α {group.alpha:g}"
     deployed = "deployed, " * ("deployed" in group.kind)
-    return f"{group.dataset}, {deployed}{group.config.protocol}{alpha}"
+    varied = "".join(f", {setting}" for setting in group.varied)
+    return f"{group.dataset}, {deployed}{group.config.protocol}{alpha}{varied}"
 
 
 def shown(d: Difference, digits: int, metric: Metric = ACCURACY) -> tuple[str, str]:

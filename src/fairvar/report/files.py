@@ -34,9 +34,9 @@ from fairvar.report.result_tables import (
 from fairvar.report.style import BASELINE, Figure, save, svg
 from fairvar.report.summary import summarise
 from fairvar.report.table import Table, mean_and_standard_error, render
+from fairvar.runs.formats import write_text
 from fairvar.runs.identity import swept
 from fairvar.runs.runner import start_note
-from fairvar.runs.store import write_text
 from fairvar.runs.trials import Group, Result, Trial
 from fairvar.scores import ACCURACY, Metric
 

@@ -1,7 +1,7 @@
 """The style of all figures (colours and markers of the methods, fonts), and figures as files.
 
-matplotlib is imported inside the functions, because a core install does not have it. pyplot is not
-used, and matplotlib's settings are restored.
+matplotlib is imported inside the functions, because the import takes time that most commands need
+not spend. pyplot is not used, and matplotlib's settings are restored.
 """
 
 from __future__ import annotations
@@ -111,18 +111,9 @@ def text_colour(label: str) -> str:
     return colour if label.split("(")[0].strip().endswith("*") else _darker(colour, 0.8)
 
 
-def require_matplotlib() -> None:
-    """Raises `BadInput` if there is no matplotlib; call it before an hour of training."""
-    try:
-        import matplotlib.style  # noqa: F401
-    except ImportError:
-        raise BadInput('figures need matplotlib: pip install "fairvar[plot]"') from None
-
-
 @contextmanager
 def _style() -> Iterator[None]:
     """Uses our settings on top of matplotlib's defaults; restores the caller's settings."""
-    require_matplotlib()
     from matplotlib import style
 
     with style.context(["default", STYLE]):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import numpy as np
-from msgspec import Meta, to_builtins
+from msgspec import Meta, field, to_builtins
 from msgspec.structs import replace
 from safetensors.numpy import save
 
@@ -41,11 +41,11 @@ from fairvar.files import (
     seal,
     write_bytes,
 )
-from fairvar.runs import store
+from fairvar.runs import formats
+from fairvar.runs.formats import condensed_history, load_tensors
 from fairvar.runs.identity import RECORD, fingerprint, with_chosen
 from fairvar.runs.own import facts_of
 from fairvar.runs.select import Curve
-from fairvar.runs.serialize import condensed_history, load_tensors
 from fairvar.runs.stored import Manifest, Provenance, Stored, StoredRun
 from fairvar.runs.trials import Group, Summary, Trial
 from fairvar.scores import ACCURACY, metric_facts, recorded_metric
@@ -63,14 +63,14 @@ Model = Literal["global", "local", "personal"]
 
 
 class SummaryManifest(Manifest, frozen=True, kw_only=True):
-    """Of a configuration of which only validation curves were kept."""
+    """The manifest of a configuration of which only validation curves were kept."""
 
     diverged: bool
     last: dict[Model, tuple[float, float]]
-    births: Annotated[list[Provenance], Meta(min_length=1)]
+    provenances: Annotated[list[Provenance], Meta(min_length=1)] = field(name="births")
 
     def __post_init__(self) -> None:
-        seeds = [birth.seed for birth in self.births]
+        seeds = [provenance.seed for provenance in self.provenances]
         if len(set(seeds)) < len(seeds):
             raise ValueError("two of its runs have the same seed")
 
@@ -83,23 +83,23 @@ class Condensed(Stored):
     @staticmethod
     def all_in(folder: Path) -> list[Condensed]:
         found = sorted((folder / SUMMARIES).glob("*"))
-        return [Condensed.open(path) for path in found if store.is_complete(path)]
+        return [Condensed.open(path) for path in found if formats.is_complete(path)]
 
     def check_manifest(self, manifest: SummaryManifest) -> None:
         name = self.identity.name
         if RECORD not in self.manifest:  # earlier versions used the checksum of the configuration
             name = manifest.sha256["config.toml"][:16]
-        store.agree(
+        formats.agree(
             f"the summary in {self.folder}",
             name=(self.folder.name, name),
             method=(manifest.method, self.config.method.label),
-            seed=(manifest.births[0].seed, self.config.train.seed),
+            seed=(manifest.provenances[0].seed, self.config.train.seed),
         )
 
     def summary(self) -> Summary:
         facts, where = self.manifest, self.folder / "curves.safetensors"
         try:
-            content = store.read_sealed(self.folder, facts, where.name)
+            content = formats.read_sealed(self.folder, facts, where.name)
             curves = {name: leaf.numpy() for name, leaf in load_tensors(content).items()}
             rounds = _checked_curves(curves, self.config.train.rounds)
             models = sorted({name.split("/")[0] for name in curves} - {"rounds"})
@@ -179,13 +179,13 @@ def _within(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def _run_files(run: StoredRun) -> dict[str, bytes]:
-    read = {name: store.read_sealed(run.folder, run.manifest, name)
+    read = {name: formats.read_sealed(run.folder, run.manifest, name)
             for name in ("config.toml", "history.safetensors")}  # fmt: skip
     if run.manifest.get("condensed"):
         return {**read, "manifest.json": seal(run.manifest)}
     facts = {k: v for k, v in run.manifest.items() if k not in ("sha256", "seal")}
     read["history.safetensors"] = condensed_history(read["history.safetensors"])
-    return store.with_manifest(read, {**facts, "condensed": True})
+    return formats.with_manifest(read, {**facts, "condensed": True})
 
 
 def _summary_files(group: Group, trial: Trial) -> dict[str, bytes]:
@@ -214,7 +214,7 @@ def _summary_files(group: Group, trial: Trial) -> dict[str, bytes]:
     if group.deployed is not None:
         facts["deployed"] = to_builtins(group.deployed)
     files = {"config.toml": config.to_toml().encode(), "curves.safetensors": save(tensors)}
-    return _within(f"{SUMMARIES}/{identity.name}", store.with_manifest(files, facts))
+    return _within(f"{SUMMARIES}/{identity.name}", formats.with_manifest(files, facts))
 
 
 def write_list(folder: Path, contents: ArchiveList) -> Path:
@@ -248,7 +248,7 @@ def unpacked(folder: Path) -> Path:
 
 @cache  # opened runs refer to the temporary folder
 def _unpack(folder: Path, stamps: tuple[int, ...]) -> tempfile.TemporaryDirectory[str]:
-    facts = store.read_record(folder / LIST, ArchiveList, f"get {ARCHIVE} and {LIST} again")
+    facts = formats.read_record(folder / LIST, ArchiveList, f"get {ARCHIVE} and {LIST} again")
     if facts is None:
         raise IntegrityError(
             f"{folder / ARCHIVE} has no list of its contents ({LIST}); get both files again, or, "
@@ -278,7 +278,7 @@ def extract(archive: Path, place: Path, listed: ArchiveList | None = None) -> Ar
             if len(sums) == MOST_FILES:
                 raise ValueError(f"{name} is one of too many files; refused")
             sums[name] = hashlib.sha256(content).hexdigest()
-            _store(store.inside(place, name, depth=3), content)
+            _store(formats.inside(place, name, depth=3), content)
         if listed and sums != listed.files:
             odd = sorted(sums.items() ^ listed.files.items())[0][0]
             raise ValueError(f"{odd} is not as {LIST} lists it")

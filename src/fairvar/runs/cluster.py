@@ -32,21 +32,23 @@ from fairvar.data.sources import SOURCES, locate
 from fairvar.errors import PLUGIN, BadInput, FairvarError, RunFailed, cause, explained
 from fairvar.files import read_bytes, walk, write_bytes
 from fairvar.process import Report, stop_signals
-from fairvar.runs.batch import Group, home_of, parts_to_do
 from fairvar.runs.config import Config
+from fairvar.runs.formats import MANIFEST, SLOTS, lock_of, save_files, store_run
 from fairvar.runs.identity import checkpoint_key, forget_files, identity_of, user_modules
 from fairvar.runs.own import Own, in_use, load, searching
 from fairvar.runs.runner import (
+    Group,
     Interrupted,
     Watch,
     compute,
     federation_of,
+    home_of,
     missing,
+    parts_to_do,
     record_federation,
     run_files,
     run_folder,
 )
-from fairvar.runs.store import MANIFEST, SLOTS, lock_of, save_files, store_run
 from fairvar.runs.sweep import MOST_RESTARTS, failure_of
 
 SECONDS = 60.0  # that a task computes before it returns a checkpoint
@@ -55,7 +57,7 @@ Files = dict[str, bytes]  # by path below a folder
 
 
 class Share(NamedTuple):
-    """What a task takes of a node. None: train.threads CPUs; one GPU if train.device is one."""
+    """The resources of a node that a task takes. None: train.threads CPUs; one GPU for "cuda"."""
 
     cpus: float | None = None
     gpus: float | None = None
@@ -203,7 +205,7 @@ def _names(cells: Sequence[Config]) -> list[str]:
 
 
 def _versions(cells: Sequence[Config]) -> dict[str, str]:
-    """All that decides whether another process may continue a checkpoint, but the identity."""
+    """What must be equal, in addition to the identity, to continue a checkpoint elsewhere."""
     return {k: v for k, v in checkpoint_key(identity_of(cells[0])).items() if k != "identity"}
 
 
@@ -255,7 +257,7 @@ def _task(batch: Batch, sent: Sequence[Any]) -> Result:
 
 
 def compute_batch(batch: Batch, sent: Callable[[], dict[str, Parcel]]) -> Result:
-    """Compute these runs for some time. `sent` gives the files that the other side has."""
+    """Compute these runs for some time. `sent` gives the files that the driver has."""
     if batch.own:
         _load_code(tuple(batch.own), tuple(batch.code.items()))
     asked = [Config.from_toml(text) for text in batch.configs]
@@ -306,7 +308,7 @@ def _with_files(
 
 
 def unpacked(parcel: Parcel) -> Path:
-    """Where files that were sent lie on this node: in the cache, by their checksum."""
+    """Where this node stores files that were sent: in the cache, by their checksum."""
     sums = hashlib.sha256()
     for path, content in sorted(parcel.files.items()):
         sums.update(f"{path} {len(content)}\n".encode() + content)

@@ -63,7 +63,7 @@ class DataConfig(Checked, frozen=True, kw_only=True):
         return self.name not in DATASET_NAMES
 
     def made(self) -> tuple[Any, str]:
-        """What the function of the user's returned, and the SHA-256 of its arrays."""
+        """What the user's function returned, and the SHA-256 of its arrays."""
         args: Any = self.args
         return own.make_data(self.name, args, self.clients, self.seed)
 
@@ -165,7 +165,7 @@ class Config(Checked, frozen=True, kw_only=True):
 
     @property
     def functions(self) -> list[tuple[own.Kind, str]]:
-        """The functions of the user's that it names."""
+        """The user's functions that it names."""
         named: list[tuple[own.Kind, Any]] = [("model", self.model), ("data", self.data)]
         return [(kind, section.name) for kind, section in named if section.is_own]
 
@@ -185,7 +185,7 @@ def read_values(source: Mapping[str, Any] | Path | str) -> dict[str, Any]:
 
 
 def folder_of(source: Mapping[str, Any] | Path | str) -> Path:
-    """Where code that a configuration names is looked up: next to its file, for a dict here."""
+    """The folder of the code that a configuration names: that of its file; for a dict, this one."""
     return Path() if isinstance(source, Mapping) else Path(source).parent
 
 
@@ -253,6 +253,15 @@ def merge_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
             raise BadInput(f"override {shown(text)} is not UTF-8")
         assign(values, key.strip(), _value(right.strip()))
     return values
+
+
+def flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; `train.rounds` may be written with or without quotes."""
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 def assign(values: dict[str, Any], key: str, value: Any) -> None:

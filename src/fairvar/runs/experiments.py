@@ -16,13 +16,12 @@ from fairvar.errors import BadInput, RunFailed
 from fairvar.process import Report, note, stop_signals
 from fairvar.process import progress as progress_bar
 from fairvar.runs import cluster
-from fairvar.runs.batch import Group, arrange, run_cell
 from fairvar.runs.config import Config
+from fairvar.runs.formats import check_writable, is_complete
 from fairvar.runs.identity import forget_files
 from fairvar.runs.own import load_plugin
 from fairvar.runs.plan import Plan, differences
-from fairvar.runs.runner import Watch, missing, run_folder, start_note
-from fairvar.runs.store import check_writable, is_complete
+from fairvar.runs.runner import Group, Watch, arrange, missing, run_cell, run_folder, start_note
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.sweep import Status, crowding, parse_budget, parse_shard, project, run_sweep
 

@@ -16,7 +16,7 @@ import os
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial, reduce, wraps
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import resolve_name
@@ -38,7 +38,7 @@ from fairvar.methods import FedAvg, Method
 from fairvar.models import MODELS
 from fairvar.models.weights import read_tensors
 from fairvar.runs import own
-from fairvar.runs.config import Config, DataConfig, assign
+from fairvar.runs.config import Config, DataConfig, assign, flat
 from fairvar.scores import metric_of
 
 RECORD = "identity"  # the key of an identity in a manifest
@@ -134,19 +134,31 @@ def trial_key(config: Config, identity: Identity) -> str:
 
 def group_key(config: Config, identity: Identity) -> str:
     """Equal for runs that a table compares: method, learning rate and seed may differ, and what a
-    sweep varied beside them (`select.over`)."""
+    sweep varied in addition (`select.over`)."""
     values = _deciding(config, "train.seed", "train.lr", "method", *swept(config))
     return json.dumps((values, identity.data, identity.deployed is not None), sort_keys=True)
 
 
 def swept(config: Config, apart: bool = False) -> dict[str, Any]:
-    """What a sweep varied beside methods and learning rates (`sweep.grid`), with its values: what
-    validation chooses, or with `apart` what distinguishes tables."""
+    """What a sweep varied in addition to methods and learning rates (`sweep.grid`), with values:
+    what validation chooses, or with `apart` what distinguishes tables."""
     values, found = config.to_dict(), {}
     for key in config.select.over or ():
         if key.startswith(APART) == apart:
             found[key] = reduce(lambda d, k: d.get(k, {}), key.split("."), values)
     return found
+
+
+def told_apart(configs: Sequence[Config]) -> list[list[str]]:
+    """The settings, with values, in which configurations of different groups differ."""
+    known = ("method.", "train.lr", "train.seed", *NOT_IN_FINGERPRINT)
+    rows = [
+        {k: v for k, v in flat(config.to_dict()) if not k.startswith((*known, *swept(config)))}
+        for config in configs
+    ]
+    keys = dict.fromkeys(key for row in rows for key in row)
+    differ = [key for key in keys if any(row.get(key) != rows[0].get(key) for row in rows)]
+    return [[f"{key} {row.get(key, 'not given')}" for key in differ] for row in rows]
 
 
 def with_chosen(config: Config, other: Config) -> Config:
@@ -345,8 +357,6 @@ def _owner(name: str) -> Literal["user", "installed", "other"]:
     # By name, too: an environment may use packages of the one that it was made from.
     named = {"site-packages", "dist-packages"} & set(file.parts)
     if named or any(file.is_relative_to(p) for p in (paths["purelib"], paths["platlib"], users)):
-        return "installed"
-    if {"site-packages", "dist-packages"} & set(file.parts):  # of another environment, by a .pth
         return "installed"
     python = any(file.is_relative_to(paths[kind]) for kind in ("stdlib", "platstdlib"))
     return "other" if python else "user"

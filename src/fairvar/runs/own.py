@@ -1,4 +1,4 @@
-"""Code of the user's that a configuration names, beside what is part of fairvar.
+"""The user's own methods, models and data, which a configuration names.
 
     method.plugin = "drfl.py"              a file that registers methods (a list: several files)
     model.name = "clinic.nets:small"       a function that returns an nn.Module
@@ -342,7 +342,7 @@ def facts_of(method: Method) -> OwnMethod | None:
 
 
 class Recorded(Method, frozen=True, tag="recorded"):
-    """Stands for a method whose code is not loaded. It has a label and options."""
+    """Replaces a method whose code is not loaded: a label and options."""
 
 
 def recorded_method(
@@ -377,7 +377,7 @@ def is_loaded(config: Any) -> bool:
 
 
 def remember(cells: Iterable[Any], code: str | None) -> None:
-    """Keep where the code of these runs lies, so that `verify` finds it again."""
+    """Record where the code of these runs is, so that `verify` finds it again."""
     if code is not None and LOADED:
         with suppress(OSError, FairvarError):
             write_bytes(_memory(code), json.dumps(in_use(cells)).encode())

@@ -25,6 +25,7 @@ from fairvar.runs import own
 from fairvar.runs.config import (
     Config,
     assign,
+    flat,
     folder_of,
     located,
     merge_overrides,
@@ -176,7 +177,7 @@ class Plan:
         if scale is not None:
             if scale not in scales:
                 raise unknown("scale", scale, scales)
-            for key, value in _flat(scales[scale]):
+            for key, value in flat(scales[scale]):
                 assign(values, key, value)
         values = merge_overrides(values, overrides)
         own.load_plugins(values, folder_of(source))
@@ -195,7 +196,7 @@ class Plan:
             raise BadInput(f"sweep = {shown(section)} must be a section: write [sweep]")
         refuse_unknown(section, SweepSettings.__struct_fields__, "sweep")
         if isinstance(section.get("grid"), dict):
-            section["grid"] = dict(_flat(section["grid"]))
+            section["grid"] = dict(flat(section["grid"]))
             for key, values in section["grid"].items():
                 if not isinstance(values, list):
                     raise BadInput(f"sweep.grid.{key} = {shown(values)}: give a list of values")
@@ -260,15 +261,6 @@ def differences(cells: Sequence[Config]) -> list[dict[str, Any]]:
             "seed": cell.train.seed,
         })  # fmt: skip
     return rows
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values; `train.rounds` may be written with or without quotes."""
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _combined(base: Options, lists: Mapping[str, list[Any]]) -> Iterator[Options]:

@@ -15,12 +15,11 @@ from fairvar.errors import BadInput, IntegrityError
 from fairvar.methods import METHODS
 from fairvar.runs.archive import Condensed, unpacked
 from fairvar.runs.config import Config
-from fairvar.runs.identity import group_key, trial_key
+from fairvar.runs.formats import condensed_history, is_complete, read_sealed
+from fairvar.runs.identity import group_key, told_apart, trial_key
 from fairvar.runs.select import Criterion
-from fairvar.runs.serialize import condensed_history
-from fairvar.runs.store import is_complete, read_sealed
 from fairvar.runs.stored import StoredRun, recorded_federation
-from fairvar.runs.trials import Group, Summary, Trial, choose, first_run
+from fairvar.runs.trials import Group, Summary, Trial, choose, first_run, with_varied
 
 Rule = Callable[[Config], Criterion]
 Piece = StoredRun | Condensed
@@ -108,16 +107,29 @@ def _versions(pieces: Iterable[Piece]) -> dict[tuple[str, Variant], str]:
 
 
 def _with_distinct_names(groups: Sequence[Group]) -> list[Group]:
-    """Adds the data's checksum to the names of groups that have the same name on other data."""
-    titles = [(g.source, *g.kind, g.alpha, g.config.data.clients, g.model) for g in groups]
+    """Adds the data's checksum to the names of groups that have the same name on other data, and to
+    those that still have the same name the settings in which they differ."""
     data = [str(group.passport.get("dataset_sha256")) for group in groups]
     known: dict[tuple[Any, ...], set[str]] = {}
-    for title, sha256 in zip(titles, data, strict=True):
-        known.setdefault(title, set()).add(sha256)
-    return [
-        replace(group, data=sha256[:8]) if len(known[title]) > 1 else group
-        for group, title, sha256 in zip(groups, titles, data, strict=True)
+    for group, sha256 in zip(groups, data, strict=True):
+        known.setdefault(_title(group), set()).add(sha256)
+    groups = [
+        replace(group, data=sha256[:8]) if len(known[_title(group)]) > 1 else group
+        for group, sha256 in zip(groups, data, strict=True)
     ]
+    same: dict[tuple[Any, ...], list[int]] = {}
+    for place, group in enumerate(groups):
+        same.setdefault((_title(group), group.data), []).append(place)
+    found = list(groups)
+    for where in same.values():
+        named = zip(told_apart([groups[p].config for p in where]), where, strict=True)
+        for place, (apart, old) in zip(where, sorted(named), strict=True):
+            found[place] = replace(groups[old], apart=apart)
+    return found
+
+
+def _title(group: Group) -> tuple[Any, ...]:
+    return group.source, *group.kind, group.alpha, group.config.data.clients, group.model
 
 
 def _group(
@@ -129,7 +141,10 @@ def _group(
     cells: dict[str, list[Piece]] = {}
     for piece in pieces:
         cells.setdefault(trial_key(piece.config, piece.identity), []).append(piece)
+    # The order decides between equal scores. It must not change: published archives have the
+    # histories of the trials that were chosen in it.
     trials = sorted((_trial(members, versions) for members in cells.values()), key=_trial_order)
+    trials = with_varied(trials)
     criterion = _measured(trials, rule(pieces[0].config), asked, pieces[0].config)
     results = choose(trials, criterion)
     if asked is None:  # clients with personal models use these

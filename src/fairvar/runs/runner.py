@@ -1,13 +1,23 @@
-"""Compute runs: from configurations to histories and the files that are stored of them.
+"""From configurations to stored runs: train one run or a batch of runs, resume, and store.
 
-Nothing here decides which runs are computed, or writes results: `batch.py` does.
+Runs of a sweep that differ in numbers only train as one batch and are stored as separate runs. The
+batches follow from the plan alone: neither the number of workers nor an interruption changes which
+runs train together, so the bytes of a sweep do not depend on them. The last bits of a run depend on
+the other runs of its batch. Its manifest lists them, so that a deleted run can be computed again in
+the same batch.
+
+A batch of several runs has a folder, `.groups/HASH`, while it is computed, with checkpoints of all
+its runs at one round. The last checkpoint is that of the last round: a worker that is killed while
+it stores the runs one by one has nothing to train again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -15,29 +25,32 @@ from typing import Any, TypeVar
 
 import msgspec
 import torch
+from filelock import Timeout
 from torch import nn
 
 from fairvar.data import deal, load_federation
 from fairvar.data.federation import Federation
-from fairvar.engine.grid import Member, train_grid
+from fairvar.engine.grid import Member, members_that_fit, train_grid, trains_together
 from fairvar.engine.history import History
 from fairvar.engine.state import DoesNotFit
 from fairvar.engine.train import Checkpoint, prepare, run_rounds
 from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
 from fairvar.files import seal, write_bytes
 from fairvar.models import build, load_weights
-from fairvar.runs import own, store
+from fairvar.runs import formats, own
 from fairvar.runs.config import Config
+from fairvar.runs.formats import pack_checkpoint, pack_history, pack_state, unpack_checkpoint
 from fairvar.runs.identity import (
     RECORD,
     Identity,
+    batch_key,
     checkpoint_key,
     data_sha256,
     fingerprint,
     identity_of,
+    recorded_identity,
 )
-from fairvar.runs.serialize import pack_checkpoint, pack_history, pack_state, unpack_checkpoint
-from fairvar.runs.stored import Deployed, final_scores
+from fairvar.runs.stored import Deployed, final_scores, read_manifest
 from fairvar.scores import metric_facts
 
 SECONDS_BETWEEN_CHECKPOINTS = 10.0
@@ -66,7 +79,7 @@ def run_folder(config: Config, out: Path) -> Path:
 
 
 def missing(cells: Sequence[Config], out: Path) -> list[Config]:
-    return [cell for cell in cells if not store.is_complete(run_folder(cell, out))]
+    return [cell for cell in cells if not formats.is_complete(run_folder(cell, out))]
 
 
 def federation_of(config: Config) -> Federation:
@@ -147,7 +160,7 @@ def compute(cells: Sequence[Config], home: Path, watch: Watch) -> list[History]:
 
     def write(number: int, made: list[Checkpoint]) -> None:
         packed = map(pack_checkpoint, made, keys)
-        store.write_checkpoint(home, number, dict(zip(names, packed, strict=True)))
+        formats.write_checkpoint(home, number, dict(zip(names, packed, strict=True)))
 
     keep = keeper(watch, cells[0].train.rounds, write, at_end=several)
     for starts in _checkpoints(home, names, keys):
@@ -169,7 +182,7 @@ def _checkpoints(
     """Checkpoints of exactly these runs, newest first. Those of other runs, or of other versions of
     fairvar or torch, would lead to other bytes: the runs then start from the beginning."""
     found: list[list[Checkpoint]] = []
-    for packed in store.read_checkpoints(home):
+    for packed in formats.read_checkpoints(home):
         try:
             if packed.keys() != set(names):
                 raise IntegrityError("it belongs to another run")
@@ -266,13 +279,185 @@ def run_files(
     if (about := own.facts_of(config.method)) is not None:
         facts["own_method"] = msgspec.to_builtins(about)
     facts |= {} if deployed is None else {"deployed": msgspec.to_builtins(deployed)}
-    return store.with_manifest(files, facts)
+    return formats.with_manifest(files, facts)
 
 
 def record_federation(out: Path, federation: Federation) -> None:
     """Store the class counts of a partition once, so that reports can draw it without the data."""
-    folder = store.no_link(out / "federations")
+    folder = formats.no_link(out / "federations")
     path = folder / f"{federation.provenance.get('sha256', 'unknown')[:16]}.json"
     if federation.classes is not None and not path.exists():
         facts = {"class_counts": federation.class_counts.tolist(), **federation.provenance}
         write_bytes(path, seal(facts))
+
+
+# -- batches of runs -------------------------------------------------------------------------------
+Group = tuple[Config, ...]
+MOST_TOGETHER = 100  # a compromise: a group is the work of one process, and a plan may have few
+GROUPS = ".groups"
+
+
+def arrange(cells: Sequence[Config], batch: bool = True) -> list[Group]:
+    """Divide the runs of a plan into groups that train as one batch; a group of one where a batch
+    is not faster.
+
+    With full batches of samples, all seeds of a method's grid share their samples and train as one.
+    Groups are cut in the order of the plan and computed in the order of their first runs, so that
+    an unfinished sweep has the grids of the first seeds first.
+    """
+    families: dict[Any, list[int]] = {}
+    places = {fingerprint(cell): place for place, cell in reversed(list(enumerate(cells)))}
+    for place in sorted(places.values()):
+        cell = cells[place]
+        shares = cell.train.batch_size is None or cell.train.seed
+        families.setdefault((batch_key(cell), shares), []).append(place)
+    pieces, known = [], dict[Any, int]()
+    for (sort, _), family in families.items():
+        asked = (sort, len(family))  # seeds do not matter
+        if batch and asked not in known:
+            known[asked] = _most([cells[place] for place in family])
+        most = known[asked] if batch else 1
+        pieces += [family[i : i + most] for i in range(0, len(family), most)]
+    return [tuple(cells[place] for place in piece) for piece in sorted(pieces)]
+
+
+def _most(family: Sequence[Config]) -> int:
+    """How many of these runs make a group."""
+    first = family[0]
+    if len(family) == 1:
+        return 1
+    data = federation_of(first)
+    # Only shapes matter here, so one initial model is enough.
+    built_in = first.model.weights is None and not first.model.is_own
+    model = first.model.name if built_in else model_of(first, data)
+    members = [Member(model, cell.method, cell.train) for cell in family]
+    most = min(MOST_TOGETHER, members_that_fit(members, data))
+    return most if trains_together(members[:most], data, first.model.loss) else 1
+
+
+def run_cell(config: Config, out: Path, watch: Watch) -> dict[str, Any] | None:
+    """Compute and store one run unless it is stored already; None if another process computes it.
+    Returns the manifest."""
+    folder = run_folder(config, out)
+    if not formats.is_complete(folder) and not run_group((config,), out, watch):
+        return None
+    manifest = read_manifest(folder)
+    if manifest is not None and recorded_identity(manifest, config) != identity_of(config):
+        raise IntegrityError(f"{folder} holds another run than its name says; delete it")
+    return manifest
+
+
+def run_group(group: Group, out: Path, watch: Watch) -> bool:
+    """Compute and store the missing runs of a group; False if another process computes some."""
+    folders = sorted(run_folder(cell, out) for cell in missing(group, out))
+    try:
+        with ExitStack() as held:
+            # Always in the same order: of two processes with common runs one gets all locks.
+            for folder in folders:
+                held.enter_context(formats.lock_of(folder))
+            for part in parts_to_do(group, out):
+                _finish(part, out, watch)
+    except Timeout:
+        return False
+    except BadInput:
+        _remove_empty(folders, out)
+        raise
+    except OSError as error:
+        raise RunFailed(f"cannot work in {out}: {error.strerror or error}") from None
+    return True
+
+
+def _remove_empty(folders: Sequence[Path], out: Path) -> None:
+    """Bad input must write nothing: remove the empty folders and the locks."""
+    for folder in folders:
+        (out / formats.LOCKS / folder.name).unlink(missing_ok=True)
+    for empty in (*folders, out / formats.LOCKS, out):
+        with suppress(OSError):
+            empty.rmdir()
+
+
+def parts_to_do(group: Group, out: Path) -> list[Group]:
+    """The batches to train, so that the missing runs of a group get stored.
+
+    The whole group if an earlier attempt left something; the runs of the former batch where a
+    stored run lists a missing one; else a batch of the missing runs."""
+    todo = {_name(cell): cell for cell in missing(group, out)}
+    if not todo or len(group) == 1:
+        return [group] if todo else []
+    if any(files.keys() >= todo.keys() for files in formats.read_checkpoints(home_of(group, out))):
+        return [group]
+    known, found = {_name(cell): cell for cell in group}, list[Group]()
+    for name in [name for name in known if name not in todo]:
+        before = _trained_with(out / name)
+        if not todo.keys() & before:
+            continue
+        if known.keys() >= set(before):
+            found.append(tuple(known[n] for n in before))
+            todo = {n: cell for n, cell in todo.items() if n not in before}
+        else:
+            print(f"fairvar: the plan lacks some of the runs that trained with {out / name}; what "
+                  "is missing of them may differ in its last bits", file=sys.stderr)  # fmt: skip
+            break
+    return [*found, *([tuple(todo.values())] if todo else [])]
+
+
+def _trained_with(folder: Path) -> list[str]:
+    """The names of the runs that a stored run trained with, itself among them."""
+    listed = (read_manifest(folder) or {}).get("group", [])
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    return list(dict.fromkeys(names))
+
+
+def _finish(part: Group, out: Path, watch: Watch) -> None:
+    """Train these runs, or continue where an earlier attempt was interrupted, and store the missing
+    ones. (Stored ones train again with the others: the last bits may depend on the batch.)"""
+    home, several = home_of(part, out), len(part) > 1
+    histories = compute(part, home, watch)
+    record_federation(out, federation_of(part[0]))
+    group = list(map(_name, part)) if several else []
+    for cell, history in zip(part, histories, strict=True):
+        folder = run_folder(cell, out)
+        if not formats.is_complete(folder):
+            formats.store_run(folder, run_files(cell, history, group=group))
+    if several:
+        _drop(home)
+
+
+def tidy(out: Path) -> None:
+    """Delete what is left of groups whose runs are all stored, for example after a kill in the last
+    moment, or because the plan has changed."""
+    homes = [] if (out / GROUPS).is_symlink() else sorted((out / GROUPS).glob("*"))
+    for home in homes:
+        names = {name for files in formats.read_checkpoints(home) for name in files}
+        if names and all(_is_stored(out, name) for name in names) and not home.is_symlink():
+            _drop(home)
+
+
+def _is_stored(out: Path, name: str) -> bool:
+    try:
+        return formats.is_complete(formats.inside(out, name))
+    except IntegrityError:  # not a name that fairvar writes
+        return False
+
+
+def home_of(group: Group, out: Path) -> Path:
+    """Where the checkpoints of a group are: for a single run, its own folder."""
+    if len(group) == 1:
+        return formats.no_link(run_folder(group[0], out))
+    names = " ".join(map(_name, group))
+    digest = hashlib.sha256(names.encode()).hexdigest()
+    return formats.no_link(formats.no_link(out / GROUPS) / digest[:16])
+
+
+def _name(cell: Config) -> str:
+    return identity_of(cell).name
+
+
+def _drop(home: Path) -> None:
+    """Delete the folder of a group, and `.groups` with the last one."""
+    for path in home.glob("*"):
+        with suppress(OSError):
+            path.unlink()
+    for empty in (home, home.parent):
+        with suppress(OSError):
+            empty.rmdir()

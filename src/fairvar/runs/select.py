@@ -33,7 +33,7 @@ class Criterion(Checked, frozen=True, kw_only=True):
     m: Count | None = None
     unit: Literal["fraction", "mixed"] = "fraction"
     model: Literal["global", "local", "personal"] = "global"
-    # What a sweep varied beside methods and learning rates; validation chooses among the values.
+    # Further keys that a sweep varied (`sweep.grid`); validation chooses among their values.
     over: tuple[str, ...] | None = None
 
     def score(self, curve: Curve, seeds: int) -> Float64[np.ndarray, " rounds"]:

@@ -1,8 +1,8 @@
-"""Read stored runs, and check that their files agree with each other."""
+"""Read stored runs, check that their files agree with each other, and `fairvar.load`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,13 +14,26 @@ from msgspec.structs import replace
 
 from fairvar.engine.history import History
 from fairvar.engine.state import State, no_state
-from fairvar.errors import BadInput, IntegrityError
-from fairvar.files import Number, Record, Sha256, check
+from fairvar.errors import BadInput, IntegrityError, shown
+from fairvar.files import MOST_TENSORS, Number, Record, Sha256, check, read_bytes, unpack_files
+from fairvar.methods import METHODS, Method
+from fairvar.models.weights import read_tensors
 from fairvar.runs.config import Config, parse_toml
+from fairvar.runs.formats import (
+    MANIFEST,
+    Saved,
+    agree,
+    inside,
+    is_complete,
+    read_record,
+    read_sealed,
+    unpack_history,
+    unpack_saved,
+    unpack_state,
+)
 from fairvar.runs.identity import Identity, fingerprint, recorded_identity, version_of
 from fairvar.runs.own import OwnMethod, find_method, recorded_method
-from fairvar.runs.serialize import unpack_history, unpack_state
-from fairvar.runs.store import MANIFEST, agree, inside, read_record, read_sealed
+from fairvar.tree import Tree
 
 Text = Annotated[str, Meta(max_length=1000, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 Digits = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z]{1,64}\Z")]  # becomes part of a path
@@ -37,7 +50,7 @@ T = TypeVar("T")
 
 # -- records ---------------------------------------------------------------------------------------
 class Provenance(Record, frozen=True, kw_only=True):
-    """`birth`: where a run was computed, with which versions, for how long."""
+    """Where a run was computed, with which versions, for how long (`birth` in a manifest)."""
 
     fairvar: Text
     torch: Text
@@ -60,8 +73,8 @@ class Normalisation(Record, frozen=True, kw_only=True):
 
 
 class PartitionRecord(Record, frozen=True, kw_only=True):
-    """`passport`: how the samples were divided among the clients. If the data are at nodes, only
-    their name and the number of clients are known."""
+    """How the samples were divided among the clients (`passport` in a manifest). If the data are at
+    nodes, only their name and the number of clients are known."""
 
     dataset: Text | None = None
     clients: Positive | None = None
@@ -137,7 +150,7 @@ class Deployed(Record, frozen=True, kw_only=True):
 
 
 class MetricRecord(Record, frozen=True, kw_only=True):
-    """By which clients were scored, so that reports need not import its function."""
+    """The metric by which clients were scored, so that reports need not import its function."""
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z_][A-Za-z0-9_]{0,39}\Z")]
     higher_is_better: bool
@@ -149,7 +162,7 @@ class Manifest(Record, frozen=True, kw_only=True):
 
     sha256: dict[FileName, Sha256]
     method: Annotated[str, Meta(max_length=1000)]  # a label of any form, also of a plugin
-    passport: PartitionRecord
+    partition: PartitionRecord = msgspec.field(name="passport")
     identity: Identity | UnsetType = UNSET  # earlier versions did not record it
     deployed: Deployed | None = None
     metric: MetricRecord | None = None  # None: the accuracy, or the loss in earlier versions
@@ -178,7 +191,7 @@ class RunManifest(Manifest, frozen=True, kw_only=True):
     bytes_down_per_client: Number
     bytes_up_per_client: Number
     result: dict[ScoreName, Scores]
-    birth: Provenance
+    provenance: Provenance = msgspec.field(name="birth")
     condensed: bool = False
 
 
@@ -216,7 +229,7 @@ class Stored:
         config = stored_config(path, read_sealed(folder, manifest, path.name), record)
         found = cls(folder, config, manifest)
         found.check_manifest(record)
-        _check_same_data(folder, record.passport, config)
+        _check_same_data(folder, record.partition, config)
         return found
 
     def check_manifest(self, manifest: Any) -> None:
@@ -229,12 +242,12 @@ class Stored:
     @property
     def deployed(self) -> Deployed | None:
         """Facts about a run on real nodes; None for a simulated one."""
-        passport, facts = self.manifest["passport"], self.manifest
-        birth = facts.get("birth") or facts["births"][0]
-        if "deployed" not in facts and str(birth.get("engine")).startswith("flower"):
+        partition, facts = self.manifest["passport"], self.manifest
+        provenance = facts.get("birth") or facts["births"][0]
+        if "deployed" not in facts and str(provenance.get("engine")).startswith("flower"):
             return Deployed(  # stored before this was recorded
-                nodes=passport.get("clients", 0), own_data="sha256" not in passport, own_model=True,
-                model="a model that was not recorded", parameters=0,
+                nodes=partition.get("clients", 0), own_data="sha256" not in partition,
+                own_model=True, model="a model that was not recorded", parameters=0,
             )  # fmt: skip
         return msgspec.convert(facts.get("deployed"), Deployed | None)
 
@@ -250,13 +263,13 @@ class StoredRun(Stored):
             f"the run in {self.folder}",
             fingerprint=(manifest.fingerprint, fingerprint(config)),
             settings=(found.settings, fingerprint(config)),
-            data=(found.data, manifest.passport.dataset_sha256),
+            data=(found.data, manifest.partition.dataset_sha256),
             version=(found.version, min(max(found.version, 1), version_of(config.method))),
             name=(manifest.name, config.name),
             method=(manifest.method, config.method.label),
             protocol=(manifest.protocol, config.protocol),
             starts_from=(manifest.starts_from, config.model.weights_sha256 or "scratch"),
-            seed=(manifest.birth.seed, config.train.seed),
+            seed=(manifest.provenance.seed, config.train.seed),
             rounds=(manifest.rounds, min(manifest.rounds, rounds)),
             diverged_at=(manifest.diverged_at or 0, min(manifest.diverged_at or 0, rounds)),
         )
@@ -289,8 +302,8 @@ class StoredRun(Stored):
 
 
 def stored_config(path: Path, content: bytes, manifest: Manifest) -> Config:
-    """A stored configuration, which must have all sections. A method of the user's need not be
-    loaded: `Recorded` stands for it."""
+    """A stored configuration, which must have all sections. A method of the user's that is not
+    loaded is replaced by a `Recorded`."""
     try:
         values = parse_toml(content.decode(), str(path))
         lacking = [field for field in Config.__struct_fields__ if field not in values]
@@ -307,16 +320,16 @@ def stored_config(path: Path, content: bytes, manifest: Manifest) -> Config:
         raise BadInput(f"{path} cannot be used: {error}") from None
 
 
-def _check_same_data(folder: Path, passport: PartitionRecord, config: Config) -> None:
-    """Raise unless the partition is that of the configuration, as far as it was recorded."""
-    asked = msgspec.to_builtins(config.partition)
+def _check_same_data(folder: Path, partition: PartitionRecord, config: Config) -> None:
+    """Raise unless the recorded facts about the partition agree with the configuration."""
+    expected = msgspec.to_builtins(config.partition)
     pairs = {
-        "clients": (passport.clients, config.data.clients),
-        "dataset": (passport.dataset, config.data.name),
-        "seed of the partition": (passport.seed, config.data.seed),
-        "partition": (asked | (passport.partition or {}), asked),
-        "fraction": (passport.fraction, config.data.fraction),
-        "samples": (passport.samples, config.data.samples),
+        "clients": (partition.clients, config.data.clients),
+        "dataset": (partition.dataset, config.data.name),
+        "seed of the partition": (partition.seed, config.data.seed),
+        "partition": (expected | (partition.partition or {}), expected),
+        "fraction": (partition.fraction, config.data.fraction),
+        "samples": (partition.samples, config.data.samples),
     }
     agree(folder, **{fact: pair for fact, pair in pairs.items() if pair[0] is not None})
 
@@ -328,11 +341,11 @@ def _check_same_history(run: StoredRun, history: History) -> None:
     diverged = facts["diverged_at"]  # the last evaluation is missing if the run diverged
     whole = rounds if diverged is None else min(last, diverged, rounds - 1)
     samples = {split: counts.tolist() for split, counts in history.samples.items()}
-    told = facts["passport"]
-    sizes = told.get("split_answers") or told.get("split_sizes") or samples
+    recorded = facts["passport"]
+    sizes = recorded.get("split_answers") or recorded.get("split_sizes") or samples
     if run.deployed is not None:  # clients that never reported their sizes have 0
-        if told.get("split_answers"):  # of sequences, those in training are counted
-            sizes = {**sizes, "train": told["split_sizes"]["train"]}
+        if recorded.get("split_answers"):  # of sequences, those in training are counted
+            sizes = {**sizes, "train": recorded["split_sizes"]["train"]}
         sizes = {
             split: [n and one for n, one in zip(counts, sizes.get(split) or counts, strict=False)]
             for split, counts in samples.items()
@@ -373,3 +386,71 @@ def final_scores(history: History) -> dict[str, dict[str, float]]:
                 name: float(scores[name]) for name in Scores.__struct_fields__
             }
     return found
+
+
+# -- `fairvar.load` --------------------------------------------------------------------------------
+SEALED = b"{\n"  # how files of `History.save` and `State.save` begin
+
+
+def load(path: str | Path) -> History | State | Tree:
+    """Read what fairvar wrote; every file is checked against its SHA-256 first.
+
+    - the file of `history.save`: that History, bit by bit;
+    - the file of `state.save`: that State;
+    - the folder of a run that `fairvar.run` or `fairvar.sweep` stored: its History, at evaluated
+      rounds;
+    - .safetensors, .pth or .pt: a model as a state dict for `module.load_state_dict`.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _load_run(path)
+    try:
+        content = read_bytes(path, MOST_TENSORS)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror or error}") from None
+    if not content.startswith(SEALED):
+        tensors = read_tensors(path)
+        stored = tensors.keys() >= {"round", "mean_loss"}  # the state of a stored run
+        return unpack_state(content) if stored else tensors
+    found = unpack_files(content)
+    try:
+        if "history.safetensors" in found:
+            return unpack_saved(found["history.safetensors"], _method_of)
+        if "state.safetensors" in found:
+            return unpack_state(found["state.safetensors"])
+    except IntegrityError as error:
+        raise IntegrityError(f"{path}: {error}") from None
+    raise IntegrityError(f"{path} is damaged, or no file of History.save or State.save")
+
+
+def _load_run(folder: Path) -> History:
+    if is_complete(folder):
+        return StoredRun.open(folder).history()
+    runs = sum(is_complete(inner) for inner in folder.iterdir() if inner.is_dir())
+    if runs:
+        raise BadInput(f"{folder} holds {runs} runs: give the folder of one of them, or compare "
+                       "them all with fairvar.compare")  # fmt: skip
+    raise BadInput(f"{folder} holds no finished run; give the folder of one, or a file")
+
+
+def _method_of(saved: Saved) -> Method:
+    """The method of a saved history. Its class must be known here: files hold no code."""
+    tag = saved.method.get("name")
+    kinds = {kind.__struct_config__.tag: kind for kind in _subclasses(Method)} | METHODS
+    if tag not in kinds:
+        raise BadInput(
+            f"the history was made by {shown(saved.kind)}, which is not known here: import the "
+            "module that defines it, or run its cell, and load again"
+        )
+    try:
+        return msgspec.convert(saved.method, kinds[tag])
+    except (msgspec.ValidationError, BadInput) as error:
+        made = f"the history was made by another version of {shown(saved.kind)}"
+        raise BadInput(f"{made}: {error}") from None
+
+
+def _subclasses(kind: type[Method]) -> Iterator[type[Method]]:
+    """Methods need not be registered to train."""
+    for below in kind.__subclasses__():
+        yield below
+        yield from _subclasses(below)

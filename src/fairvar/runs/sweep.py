@@ -37,11 +37,19 @@ from fairvar.errors import (
 )
 from fairvar.process import INTERRUPTED, Report, stop_signals
 from fairvar.runs import own
-from fairvar.runs.batch import Group, run_group, tidy
 from fairvar.runs.config import Config
+from fairvar.runs.formats import is_complete
 from fairvar.runs.identity import batch_key, forget_files
-from fairvar.runs.runner import Interrupted, Watch, missing, run_folder, train_runs
-from fairvar.runs.store import is_complete
+from fairvar.runs.runner import (
+    Group,
+    Interrupted,
+    Watch,
+    missing,
+    run_folder,
+    run_group,
+    tidy,
+    train_runs,
+)
 
 UNITS = {"s": 1, "sec": 1, "min": 60, "m": 60, "h": 3600}
 MOST_RESTARTS = 3
@@ -253,7 +261,7 @@ def run_workers(task: Task, stopping: Callable[[], bool], show: Callable[[], Non
             if failure or stopping():
                 task.stop.value = 1
                 for worker in running.values():
-                    # While a worker imports modules it cannot stop, and has nothing to lose.
+                    # A worker that still imports modules cannot stop, and has computed nothing.
                     if not worker.ready.value:
                         worker.end()
             show()
@@ -278,7 +286,7 @@ def run_workers(task: Task, stopping: Callable[[], bool], show: Callable[[], Non
 
 
 class Worker:
-    """A worker process, seen by its parent."""
+    """A worker process, for its parent."""
 
     def __init__(self, task: Task, number: int) -> None:
         self.failing, writing = SPAWN.Pipe(duplex=False)
@@ -296,7 +304,7 @@ class Worker:
 
     @property
     def was_killed(self) -> bool:
-        """By a signal, not by an error of its work."""
+        """Whether a signal ended it, and not an error in its work."""
         return self.exit_code is not None and (self.exit_code < 0 or self.exit_code == INTERRUPTED)
 
     def failure(self) -> FairvarError:
@@ -310,7 +318,7 @@ class Worker:
         return failure_of(code, text)
 
     def end(self) -> None:
-        """At once."""
+        """End the process at once."""
         if self.process.pid is not None:
             self.process.kill()
             self.process.join(SECONDS_TO_END)

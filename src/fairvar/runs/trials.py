@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isnan
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float64, Int64
+from msgspec import to_builtins
 
 from fairvar.data import Dirichlet
 from fairvar.engine.history import History
@@ -18,16 +19,16 @@ from fairvar.errors import BadInput
 from fairvar.methods.base import Method
 from fairvar.metrics import Fairness, mean_and_variance
 from fairvar.runs.config import Config, parse_toml
+from fairvar.runs.formats import read_sealed
 from fairvar.runs.identity import Identity, swept
 from fairvar.runs.select import Criterion, Curve, Validation, best
-from fairvar.runs.store import read_sealed
 from fairvar.runs.stored import Deployed, StoredRun
 from fairvar.scores import ACCURACY, Metric
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What choosing needs of a trial, without the clients: small enough for a whole grid."""
+    """The part of a trial that choosing needs, without scores of single clients."""
 
     rounds: Sequence[int]  # evaluated rounds; none if a seed diverged
     diverged: bool
@@ -74,6 +75,7 @@ class Trial:
     version: str = ""  # set if runs of several versions of the code have the same label
     name: str = ""  # instead of the method's label
     config: Config | None = None  # of one of its stored runs
+    varied: Mapping[str, Any] = field(default_factory=dict)  # other options of the method
 
     @cached_property
     def histories(self) -> Sequence[History]:
@@ -112,12 +114,12 @@ class Trial:
 
     @property
     def metric(self) -> Metric:
-        """By which clients were scored."""
+        """The metric by which clients were scored."""
         return self.summary.metric
 
     @property
     def models(self) -> list[str]:
-        """Those whose test scores were measured; none if a seed diverged."""
+        """The models whose test scores were measured; none if a seed diverged."""
         return list(self.summary.last)
 
     def reported(self, model: str) -> str:
@@ -150,8 +152,8 @@ class Trial:
     def describe(self, at: int | None = None) -> str:
         parts = [] if isnan(self.lr) else [f"lr {self.lr:g}"]
         if self.knob is not None:
-            name, value = self.knob
-            parts.append(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}")
+            parts.append(named(*self.knob))
+        parts += [named(key, value) for key, value in self.varied.items()]
         if self.config is not None:
             parts += [named(key, value) for key, value in swept(self.config).items()]
         if at is not None:
@@ -202,11 +204,30 @@ class Result:
 
 
 def named(key: str, value: Any) -> str:
-    """A setting in a table: `batch_size 32`, `model avgcnn`."""
+    """A setting in a table: `strength 0.1`, `batch_size 32`, `model avgcnn`."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {each}" for name, each in value.items())
     section, _, last = key.rpartition(".")
-    return f"{section if last == 'name' else last} {value}"
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{section if last == 'name' else last} {text}"
+
+
+def with_varied(trials: Sequence[Trial]) -> list[Trial]:
+    """Each trial with the options in which the configurations of its method differ, apart from the
+    fairness hyper-parameter, which is always shown."""
+    options = [to_builtins(trial.method, builtin_types=()) for trial in trials]
+    seen: dict[tuple[str, str], list[Any]] = {}
+    for trial, each in zip(trials, options, strict=True):
+        for key, value in each.items():
+            known = seen.setdefault((trial.label, key), [])
+            known += [value] if value not in known else []
+    return [
+        replace(t, varied={
+            key: value for key, value in each.items()
+            if key != t.method.fairness_knob and len(seen[t.label, key]) > 1
+        })
+        for t, each in zip(trials, options, strict=True)
+    ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -220,6 +241,7 @@ class Group:
     trials: Sequence[Trial]
     results: Sequence[Result]
     data: str = ""  # start of the data's SHA-256, if several data sets have the same name
+    apart: Sequence[str] = ()  # other settings that tell it from groups with the same name
     deployed: Deployed | None = None  # None: simulated
 
     @property
@@ -242,7 +264,7 @@ class Group:
 
     @property
     def source(self) -> str:
-        """The name of the data set, or whose data they were."""
+        """The name of the data set; of own data at nodes, their number."""
         if self.deployed is not None and self.deployed.own_data:
             return f"own data of {self.deployed.where}"
         return self.config.data.name
@@ -256,10 +278,10 @@ class Group:
 
     @property
     def varied(self) -> list[str]:
-        """What a sweep varied between federations and is not part of their names anyway."""
+        """Settings that distinguish federations and are not part of their names anyway."""
         known = ("data.name", "data.clients", "partition.alpha", "protocol")
         varied = swept(self.config, apart=True).items()
-        return [named(key, value) for key, value in varied if key not in known]
+        return [named(key, value) for key, value in varied if key not in known] + list(self.apart)
 
     @property
     def model(self) -> str:

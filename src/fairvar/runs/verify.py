@@ -27,10 +27,10 @@ from fairvar.metrics import mean_and_variance
 from fairvar.runs import own
 from fairvar.runs.archive import ARCHIVE, LIST, Condensed, extract, unpacked, write_list
 from fairvar.runs.config import Config
+from fairvar.runs.formats import is_complete
 from fairvar.runs.identity import identity_of
 from fairvar.runs.results import places, stored_runs
 from fairvar.runs.runner import train_runs
-from fairvar.runs.store import is_complete
 from fairvar.runs.stored import StoredRun, final_scores, verify
 from fairvar.scores import ACCURACY, Metric
 

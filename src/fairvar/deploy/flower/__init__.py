@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from fairvar.deploy.flower.launch import require_flower as require_flower
 from fairvar.deploy.flower.launch import run_app as run_app
 from fairvar.errors import BadInput
-from fairvar.runs.store import write_text
+from fairvar.runs.formats import write_text
 
 if TYPE_CHECKING:
     from flwr.app import Context

@@ -49,6 +49,18 @@ from fairvar.engine.state import DoesNotFit, Outcome, State
 from fairvar.engine.train import Checkpoint
 from fairvar.errors import BadInput, IntegrityError, RunFailed
 from fairvar.methods.base import Method
+from fairvar.runs.formats import (
+    check_writable,
+    is_complete,
+    lock_of,
+    pack_checkpoint,
+    read_checkpoints,
+    read_sealed,
+    store_run,
+    unpack_checkpoint,
+    write_checkpoint,
+    write_text,
+)
 from fairvar.runs.identity import (
     DEPLOYED_FILE,
     Identity,
@@ -61,17 +73,6 @@ from fairvar.runs.identity import (
     version_of,
 )
 from fairvar.runs.runner import federation_of, record_federation, run_files
-from fairvar.runs.serialize import pack_checkpoint, unpack_checkpoint
-from fairvar.runs.store import (
-    check_writable,
-    is_complete,
-    lock_of,
-    read_checkpoints,
-    read_sealed,
-    store_run,
-    write_checkpoint,
-    write_text,
-)
 from fairvar.runs.stored import Deployed, StoredRun
 from fairvar.tree import size
 

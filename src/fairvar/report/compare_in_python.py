@@ -1,5 +1,4 @@
-"""`fairvar.compare`: methods beside each other from Python, with the report's tables, intervals and
-figures."""
+"""`fairvar.compare`: the report's tables, intervals and figures of methods, from Python."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ from fairvar.report import compare as pairs
 from fairvar.report.files import FORMATS, group_table, result_figures
 from fairvar.report.paired import Paired
 from fairvar.report.result_tables import result_table, shorten
-from fairvar.report.style import Figure, require_matplotlib
+from fairvar.report.style import Figure
 from fairvar.report.style import save as save_figure
 from fairvar.report.table import Column, Row, Table, render, texts_of
 from fairvar.runs.config import Config
 from fairvar.runs.experiments import Sweep
+from fairvar.runs.formats import write_text
 from fairvar.runs.results import gather
 from fairvar.runs.select import Criterion
-from fairvar.runs.store import write_text
 from fairvar.runs.trials import Result, Trial
 
 Histories = Mapping[str, History | Sequence[History]]
@@ -101,8 +100,7 @@ class Comparison:
         return self.to_frame().to_pandas()
 
     def figures(self) -> dict[str, Figure]:
-        """The report's figures by name (needs matplotlib)."""
-        require_matplotlib()
+        """The report's figures by name."""
         found = dict(result_figures(self.trials, self.results, self.model))
         if len({tuple(r.trial.summary.rounds) for r in self.results if r.at is not None}) > 1:
             found.pop("curves", None)
@@ -110,7 +108,6 @@ class Comparison:
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write the tables in every format, and the figures as PNG and PDF."""
-        require_matplotlib()
         out, written = Path(folder), list[Path]()
         for name, table in (("table", self.table), ("differences", self.differences)):
             for end, kind in FORMATS.items():
@@ -142,8 +139,13 @@ def compare(
     """
     if model not in (None, *pairs.NAMES):
         raise unknown("model", model, pairs.NAMES)
-    found = _of_histories(runs, model) if isinstance(runs, Mapping) else (
-        _of_folder(runs, model, federation))  # fmt: skip
+    if isinstance(runs, Mapping):
+        found = _of_histories(runs, model)
+    elif isinstance(runs, Sweep | str | Path):
+        found = _of_folder(runs, model, federation)
+    else:
+        raise BadInput(f"compare takes {{label: histories}}, a Sweep or the folder of one, not a "
+                       f"{type(runs).__name__}")  # fmt: skip
     return _comparison(*found, baseline=baseline, late=late)
 
 
@@ -186,7 +188,7 @@ def _comparison(
     baseline: str | None,
     late: bool,
 ) -> Comparison:
-    """`passport`: of the partition, where it is known."""
+    """`passport`: SHA-256 of the partition, where it is known."""
     alive = {r.label: r for r in results if r.at is not None}
     labels = [r.label for r in results]
     if baseline is not None and baseline not in labels:
