@@ -7,8 +7,10 @@ methods too, so that every check is known to be able to fail.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,9 +18,11 @@ import fairvar as fv
 from fairvar.data import quadratics
 from fairvar.deploy.client import Agreement
 from fairvar.deploy.guard import FederationSettings
+from fairvar.deploy.personal import ROUNDS
 from fairvar.deploy.run import LocalTransport, federate, local_clients
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.methods import Replies
+from fairvar.runs.serialize import load_tensors
 from fairvar.testing import federation
 
 # -- the paper's eight, and their options ----------------------------------------------------------
@@ -153,23 +157,61 @@ def linear_model(*start: float) -> nn.Module:
     return layer
 
 
+Start = tuple[float, ...] | nn.Module
+
+
+def module_of(start: Start) -> nn.Module:
+    return start if isinstance(start, nn.Module) else linear_model(*start)
+
+
 def quadratic_run(
-    data: fv.Federation, method: fv.Method, start: tuple[float, ...], rounds: int, **options: object
+    data: fv.Federation, method: fv.Method, start: Start, rounds: int, **options: object
 ) -> fv.History:
     given: dict = {"lr": 0.1, "loss": "mse", "dtype": torch.float64, **options}
-    return fv.train(linear_model(*start), data, method, rounds, **given)
+    return fv.train(module_of(start), data, method, rounds, **given)
 
 
 def deployed_run(
-    data: fv.Federation, method: fv.Method, start: tuple[float, ...], rounds: int, **train: object
+    data: fv.Federation, method: fv.Method, start: Start, rounds: int, **train: object
 ) -> fv.History:
     """The same through the messages of a deployment, in this process."""
     settings = TrainSettings(rounds=rounds, lr=0.1, dtype="float64", **train)  # type: ignore[arg-type]
-    agreed = Agreement(linear_model(*start), method, "mse", settings, EvaluateSettings(),
+    agreed = Agreement(module_of(start), method, "mse", settings, EvaluateSettings(),
                        data.clients, data.input_shape, data.classes)  # fmt: skip
-    return federate(
-        agreed, FederationSettings(weight_cap=1.0), LocalTransport(local_clients(agreed, data))
-    ).history
+    clients = local_clients(agreed, data)
+    history = federate(agreed, FederationSettings(weight_cap=1.0), LocalTransport(clients)).history
+    return with_personal(
+        history, [v for c in clients if c.personal for v in c.personal.memory.values()]
+    )
+
+
+def with_personal(history: fv.History, kept: list[bytes]) -> fv.History:
+    """With the personal models that the clients have kept, which the server does not see."""
+    if not kept:
+        return history
+    models = [load_tensors(content) for content in kept]
+    stacked = {k: torch.stack([m[k] for m in models]) for k in models[0] if k != ROUNDS}
+    return replace(history, state=replace(history.state, personal=stacked))
+
+
+def run_by(
+    engine: str, data: fv.Federation, method: fv.Method, start: Start, rounds: int, **train: object
+) -> fv.History:
+    """A kernel of this name; "deployed" and "flower": through messages, in this process."""
+    if engine == "deployed":
+        return deployed_run(data, method, start, rounds, **train)
+    if engine == "flower":
+        pytest.importorskip("flwr")
+        from grids import flower_run
+
+        return flower_run(data, method, start, rounds, **train)
+    return quadratic_run(data, method, start, rounds, engine=engine, **train)
+
+
+def printed_points(points: Points, engine: str) -> list[tuple[int, tuple[float, ...]]]:
+    """(rounds, x) to compare; through Flower's messages, which take longer, the last one only."""
+    numbered = list(enumerate(points, start=1))
+    return numbered[-1:] if engine == "flower" else numbered
 
 
 def follows_golden(
@@ -182,13 +224,10 @@ def follows_golden(
     data = golden_federation((7, 3) if name.endswith("7:3") else (1, 1))
     if len(points[0]) == 3:
         data = golden_problem_b()
-    run = deployed_run if engine == "deployed" else quadratic_run
-    if engine != "deployed":
-        options["engine"] = engine
 
     def check(method: fv.Method) -> None:
-        for rounds, expected in enumerate(points, start=1):
-            history = run(data, method, (0.5,) * len(expected), rounds, **options)
+        for rounds, expected in printed_points(points, engine):
+            history = run_by(engine, data, method, (0.5,) * len(expected), rounds, **options)
             found = history.state.params["weight"][0]
             gap = float((found - torch.tensor(expected, dtype=torch.float64)).abs().max())
             assert gap <= tolerance, f"x^{rounds} = {found.tolist()}, expected {expected}"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fairvar as fv
-from checks import follows_golden, golden_federation
+from checks import Points, follows_golden, golden_federation, printed_points, run_by
 
 PRINTED = 6e-11
 ALL = [
@@ -40,12 +40,9 @@ class Parts(nn.Module):
         return x[:, :1] * self.body + x[:, 1:] * self.head
 
 
-def follows(
-    method: fv.Method, expected: list[tuple[float, float]], engine: str, **options: object
-) -> None:
-    for rounds, point in enumerate(expected, start=1):
-        given: dict = {"loss": "mse", "dtype": torch.float64, "engine": engine, **options}
-        found = fv.train(Parts(), golden_federation(), method, rounds, 0.1, **given).model
+def follows(method: fv.Method, expected: Points, engine: str, **options: object) -> None:
+    for rounds, point in printed_points(expected, engine):
+        found = run_by(engine, golden_federation(), method, Parts(), rounds, **options).model
         gap = (
             (torch.cat([found["body"], found["head"]]) - torch.tensor(point, dtype=torch.float64))
             .abs()
@@ -54,20 +51,19 @@ def follows(
         assert float(gap) <= PRINTED, (rounds, found)
 
 
-@pytest.mark.parametrize("engine", ["reference", "vmapped", "blocked"])
+@pytest.mark.parametrize("engine", ["reference", "vmapped", "blocked", "deployed", "flower"])
 def test_moving_average(engine: str) -> None:
     follows(FEDIIR, ALL, engine)
 
 
-@pytest.mark.parametrize("engine", ["reference", "vmapped"])
+@pytest.mark.parametrize("engine", ["reference", "vmapped", "deployed", "flower"])
 def test_moving_average_with_two_local_steps(engine: str) -> None:
     follows(FEDIIR, TWO_STEPS, engine, local_steps=2)
 
 
-@pytest.mark.parametrize("engine", ["reference", "vmapped", "blocked"])
-@pytest.mark.parametrize("only", ["head", "h*"])
-def test_penalty_on_the_head(engine: str, only: str) -> None:
-    follows(fv.FairGrad(0.2, exact=True, ema=0.95, only=only), HEAD, engine)
+@pytest.mark.parametrize("engine", ["reference", "vmapped", "blocked", "deployed", "flower"])
+def test_penalty_on_the_head(engine: str) -> None:
+    follows(fv.FairGrad(0.2, exact=True, ema=0.95, only="h*"), HEAD, engine)
 
 
 @pytest.mark.parametrize("engine", ["reference", "vmapped", "blocked"])

@@ -65,7 +65,7 @@ def test_quadratics(name: str, engine: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "engine", ["reference", "pooled", "vmapped", "blocked", "linear", "deployed"]
+    "engine", ["reference", "pooled", "vmapped", "blocked", "linear", "deployed", "flower"]
 )
 @pytest.mark.parametrize("name", FURTHER_GOLDEN)
 def test_quadratics_with_further_methods(name: str, engine: str) -> None:
@@ -79,7 +79,7 @@ def test_propfair_with_losses_of_the_round(name: str, engine: str) -> None:
     follows_golden(name, engine)(replace(FURTHER[name], losses="full"))
 
 
-@pytest.mark.parametrize("engine", ["reference", "vmapped", "linear"])
+@pytest.mark.parametrize("engine", ["reference", "vmapped", "linear", "deployed", "flower"])
 def test_fedprox_by_hand(engine: str) -> None:
     follows_golden("FedProx", engine, local_steps=2)(fv.FedProx(1.0))
 
