@@ -75,6 +75,9 @@ GOLDEN: dict[str, list[tuple[float, float]]] = {
     # x₁ ← 0.67 x₁ + 0.09 and x₂ ← 0.74 x₂ + 0.18.
     "FedProx": [(0.425, 0.55), (0.37475, 0.587), (0.3410825, 0.61438)],
     "QFFL": [(0.43565574, 0.55), (0.39015234, 0.58493662), (0.35776501, 0.60859054)],
+    # The server's optimisers `MOMENTUM` and `ADAM`, by hand in test_server_optimiser.py.
+    "FedAvgM": [(0.45, 0.525), (0.365, 0.56875), (0.2655, 0.6228125)],
+    "FedAdam": [(0.475, 0.51314829), (0.4395742, 0.53273488), (0.40172295, 0.55457882)],
 }
 PRINTED = 5.1e-9  # half a unit of the eighth decimal
 Points = list[tuple[float, ...]]
@@ -121,6 +124,11 @@ FURTHER_GOLDEN: dict[str, Points] = {  # in two dimensions problem A, in three p
     ],
     "Superquantile 0.5": [(0.35, 0.65), (0.245, 0.785), (0.3205, 0.628)],
     "GIFAIR": [(0.41, 0.575), (0.3416, 0.64025), (0.289616, 0.6970175)],
+    "FedFair": [  # a of the round before
+        (0.4009375000, 0.5631250000),
+        (0.3630538692, 0.5903234667),
+        (0.3354198790, 0.6094668069),
+    ],
     "Semi-VRed": [
         (0.4409375, 0.536328125),
         (0.3966470417, 0.5641042691),
@@ -128,6 +136,25 @@ FURTHER_GOLDEN: dict[str, Points] = {  # in two dimensions problem A, in three p
     ],
 }
 FURTHER_PRINTED = 6e-11  # these have ten decimals
+FEDIIR: dict[str, Points] = {  # of problem A, penalty 0.1, ema 0.95
+    "all": [
+        (0.4110000000, 0.5196250000),
+        (0.3492940000, 0.5350129062),
+        (0.3064172760, 0.5470613650),
+    ],
+    "all, two steps": [
+        (0.3756100000, 0.5481350000),
+        (0.3113570924, 0.5788097726),
+        (0.2780695917, 0.5983426313),
+    ],
+    "head": [
+        (0.4500000000, 0.5196250000),
+        (0.4100000000, 0.5350129062),
+        (0.3780000000, 0.5470613650),
+    ],
+}
+MOMENTUM = fv.ServerOptimiser("sgd", beta1=0.9)
+ADAM = fv.ServerOptimiser("adam", lr=0.1, beta1=0.5, beta2=0.75, tau=0.05)
 
 
 def golden_federation(copies: tuple[int, ...] = (1, 1)) -> fv.Federation:
@@ -231,6 +258,48 @@ def follows_golden(
             found = history.state.params["weight"][0]
             gap = float((found - torch.tensor(expected, dtype=torch.float64)).abs().max())
             assert gap <= tolerance, f"x^{rounds} = {found.tolist()}, expected {expected}"
+
+    return check
+
+
+class Parts(nn.Module):
+    """x ↦ body x₁ + head x₂, from (½, ½)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Parameter(torch.full((1,), 0.5, dtype=torch.float64))
+        self.head = nn.Parameter(torch.full((1,), 0.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :1] * self.body + x[:, 1:] * self.head
+
+
+def follows_fediir(name: str, engine: str = "auto") -> Callable[[fv.Method], None]:
+    """FedIIR's rows, of a model whose two coordinates are two parameters."""
+    steps = {"local_steps": 2} if name.endswith("two steps") else {}
+
+    def check(method: fv.Method) -> None:
+        for rounds, expected in printed_points(FEDIIR[name], engine):
+            model = run_by(engine, golden_federation(), method, Parts(), rounds, **steps).model
+            found = torch.cat([model["body"], model["head"]])
+            gap = float((found - torch.tensor(expected, dtype=torch.float64)).abs().max())
+            assert gap <= FURTHER_PRINTED, f"x^{rounds} = {found.tolist()}, expected {expected}"
+
+    return check
+
+
+def bounded_by_hand(engine: str = "auto") -> Callable[[fv.Method], None]:
+    """FairLoss*, λ = ½, b = 0.2: f − F = ∓.3625 and ∇f_i − ∇F = ∓(1, −1.25), so that both clients'
+    penalties are .18125 (1, −1.25), of length .290. It is more than 0.2 ‖∇f_1‖ = .224 and less than
+    0.2 ‖∇f_2‖ = .424: client 1 has 0.2 √(1.25/2.5625) in the place of .18125.
+    """
+    mean = (0.2 * (1.25 / 2.5625) ** 0.5 + 0.18125) / 2
+    expected = torch.tensor([0.45 - 0.1 * mean, 0.525 + 0.125 * mean], dtype=torch.float64)
+
+    def check(method: fv.Method) -> None:
+        found = quadratic_run(golden_federation(), method, (0.5, 0.5), 1, engine=engine)
+        gap = float((found.state.params["weight"][0] - expected).abs().max())
+        assert gap <= 1e-14, gap
 
     return check
 
