@@ -7,8 +7,10 @@ methods too, so that every check is known to be able to fail.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,9 +18,11 @@ import fairvar as fv
 from fairvar.data import quadratics
 from fairvar.deploy.client import Agreement
 from fairvar.deploy.guard import FederationSettings
+from fairvar.deploy.personal import ROUNDS
 from fairvar.deploy.run import LocalTransport, federate, local_clients
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.methods import Replies
+from fairvar.runs.serialize import load_tensors
 from fairvar.testing import federation
 
 # -- the paper's eight, and their options ----------------------------------------------------------
@@ -71,6 +75,9 @@ GOLDEN: dict[str, list[tuple[float, float]]] = {
     # x₁ ← 0.67 x₁ + 0.09 and x₂ ← 0.74 x₂ + 0.18.
     "FedProx": [(0.425, 0.55), (0.37475, 0.587), (0.3410825, 0.61438)],
     "QFFL": [(0.43565574, 0.55), (0.39015234, 0.58493662), (0.35776501, 0.60859054)],
+    # The server's optimisers `MOMENTUM` and `ADAM`, by hand in test_server_optimiser.py.
+    "FedAvgM": [(0.45, 0.525), (0.365, 0.56875), (0.2655, 0.6228125)],
+    "FedAdam": [(0.475, 0.51314829), (0.4395742, 0.53273488), (0.40172295, 0.55457882)],
 }
 PRINTED = 5.1e-9  # half a unit of the eighth decimal
 Points = list[tuple[float, ...]]
@@ -117,6 +124,11 @@ FURTHER_GOLDEN: dict[str, Points] = {  # in two dimensions problem A, in three p
     ],
     "Superquantile 0.5": [(0.35, 0.65), (0.245, 0.785), (0.3205, 0.628)],
     "GIFAIR": [(0.41, 0.575), (0.3416, 0.64025), (0.289616, 0.6970175)],
+    "FedFair": [  # a of the round before
+        (0.4009375000, 0.5631250000),
+        (0.3630538692, 0.5903234667),
+        (0.3354198790, 0.6094668069),
+    ],
     "Semi-VRed": [
         (0.4409375, 0.536328125),
         (0.3966470417, 0.5641042691),
@@ -124,6 +136,25 @@ FURTHER_GOLDEN: dict[str, Points] = {  # in two dimensions problem A, in three p
     ],
 }
 FURTHER_PRINTED = 6e-11  # these have ten decimals
+FEDIIR: dict[str, Points] = {  # of problem A, penalty 0.1, ema 0.95
+    "all": [
+        (0.4110000000, 0.5196250000),
+        (0.3492940000, 0.5350129062),
+        (0.3064172760, 0.5470613650),
+    ],
+    "all, two steps": [
+        (0.3756100000, 0.5481350000),
+        (0.3113570924, 0.5788097726),
+        (0.2780695917, 0.5983426313),
+    ],
+    "head": [
+        (0.4500000000, 0.5196250000),
+        (0.4100000000, 0.5350129062),
+        (0.3780000000, 0.5470613650),
+    ],
+}
+MOMENTUM = fv.ServerOptimiser("sgd", beta1=0.9)
+ADAM = fv.ServerOptimiser("adam", lr=0.1, beta1=0.5, beta2=0.75, tau=0.05)
 
 
 def golden_federation(copies: tuple[int, ...] = (1, 1)) -> fv.Federation:
@@ -153,23 +184,61 @@ def linear_model(*start: float) -> nn.Module:
     return layer
 
 
+Start = tuple[float, ...] | nn.Module
+
+
+def module_of(start: Start) -> nn.Module:
+    return start if isinstance(start, nn.Module) else linear_model(*start)
+
+
 def quadratic_run(
-    data: fv.Federation, method: fv.Method, start: tuple[float, ...], rounds: int, **options: object
+    data: fv.Federation, method: fv.Method, start: Start, rounds: int, **options: object
 ) -> fv.History:
     given: dict = {"lr": 0.1, "loss": "mse", "dtype": torch.float64, **options}
-    return fv.train(linear_model(*start), data, method, rounds, **given)
+    return fv.train(module_of(start), data, method, rounds, **given)
 
 
 def deployed_run(
-    data: fv.Federation, method: fv.Method, start: tuple[float, ...], rounds: int, **train: object
+    data: fv.Federation, method: fv.Method, start: Start, rounds: int, **train: object
 ) -> fv.History:
     """The same through the messages of a deployment, in this process."""
     settings = TrainSettings(rounds=rounds, lr=0.1, dtype="float64", **train)  # type: ignore[arg-type]
-    agreed = Agreement(linear_model(*start), method, "mse", settings, EvaluateSettings(),
+    agreed = Agreement(module_of(start), method, "mse", settings, EvaluateSettings(),
                        data.clients, data.input_shape, data.classes)  # fmt: skip
-    return federate(
-        agreed, FederationSettings(weight_cap=1.0), LocalTransport(local_clients(agreed, data))
-    ).history
+    clients = local_clients(agreed, data)
+    history = federate(agreed, FederationSettings(weight_cap=1.0), LocalTransport(clients)).history
+    return with_personal(
+        history, [v for c in clients if c.personal for v in c.personal.memory.values()]
+    )
+
+
+def with_personal(history: fv.History, kept: list[bytes]) -> fv.History:
+    """With the personal models that the clients have kept, which the server does not see."""
+    if not kept:
+        return history
+    models = [load_tensors(content) for content in kept]
+    stacked = {k: torch.stack([m[k] for m in models]) for k in models[0] if k != ROUNDS}
+    return replace(history, state=replace(history.state, personal=stacked))
+
+
+def run_by(
+    engine: str, data: fv.Federation, method: fv.Method, start: Start, rounds: int, **train: object
+) -> fv.History:
+    """A kernel of this name; "deployed" and "flower": through messages, in this process."""
+    if engine == "deployed":
+        return deployed_run(data, method, start, rounds, **train)
+    if engine == "flower":
+        pytest.importorskip("flwr")
+        from grids import flower_run
+
+        return flower_run(data, method, start, rounds, **train)
+    return quadratic_run(data, method, start, rounds, engine=engine, **train)
+
+
+def printed_points(points: Points, engine: str) -> list[tuple[int, tuple[float, ...]]]:
+    """(rounds, x) to compare; through Flower's messages, which take longer, the last one only."""
+    numbered = list(enumerate(points, start=1))
+    return numbered[-1:] if engine == "flower" else numbered
 
 
 def follows_golden(
@@ -182,16 +251,55 @@ def follows_golden(
     data = golden_federation((7, 3) if name.endswith("7:3") else (1, 1))
     if len(points[0]) == 3:
         data = golden_problem_b()
-    run = deployed_run if engine == "deployed" else quadratic_run
-    if engine != "deployed":
-        options["engine"] = engine
 
     def check(method: fv.Method) -> None:
-        for rounds, expected in enumerate(points, start=1):
-            history = run(data, method, (0.5,) * len(expected), rounds, **options)
+        for rounds, expected in printed_points(points, engine):
+            history = run_by(engine, data, method, (0.5,) * len(expected), rounds, **options)
             found = history.state.params["weight"][0]
             gap = float((found - torch.tensor(expected, dtype=torch.float64)).abs().max())
             assert gap <= tolerance, f"x^{rounds} = {found.tolist()}, expected {expected}"
+
+    return check
+
+
+class Parts(nn.Module):
+    """x ↦ body x₁ + head x₂, from (½, ½)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Parameter(torch.full((1,), 0.5, dtype=torch.float64))
+        self.head = nn.Parameter(torch.full((1,), 0.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :1] * self.body + x[:, 1:] * self.head
+
+
+def follows_fediir(name: str, engine: str = "auto") -> Callable[[fv.Method], None]:
+    """FedIIR's rows, of a model whose two coordinates are two parameters."""
+    steps = {"local_steps": 2} if name.endswith("two steps") else {}
+
+    def check(method: fv.Method) -> None:
+        for rounds, expected in printed_points(FEDIIR[name], engine):
+            model = run_by(engine, golden_federation(), method, Parts(), rounds, **steps).model
+            found = torch.cat([model["body"], model["head"]])
+            gap = float((found - torch.tensor(expected, dtype=torch.float64)).abs().max())
+            assert gap <= FURTHER_PRINTED, f"x^{rounds} = {found.tolist()}, expected {expected}"
+
+    return check
+
+
+def bounded_by_hand(engine: str = "auto") -> Callable[[fv.Method], None]:
+    """FairLoss*, λ = ½, b = 0.2: f − F = ∓.3625 and ∇f_i − ∇F = ∓(1, −1.25), so that both clients'
+    penalties are .18125 (1, −1.25), of length .290. It is more than 0.2 ‖∇f_1‖ = .224 and less than
+    0.2 ‖∇f_2‖ = .424: client 1 has 0.2 √(1.25/2.5625) in the place of .18125.
+    """
+    mean = (0.2 * (1.25 / 2.5625) ** 0.5 + 0.18125) / 2
+    expected = torch.tensor([0.45 - 0.1 * mean, 0.525 + 0.125 * mean], dtype=torch.float64)
+
+    def check(method: fv.Method) -> None:
+        found = quadratic_run(golden_federation(), method, (0.5, 0.5), 1, engine=engine)
+        gap = float((found.state.params["weight"][0] - expected).abs().max())
+        assert gap <= 1e-14, gap
 
     return check
 

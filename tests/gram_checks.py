@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 import fairvar as fv
-from checks import deployed_run, golden_federation, golden_problem_b, quadratic_run
+from checks import golden_federation, golden_problem_b, printed_points, run_by
 
 PRINTED = 6e-11  # half a unit of the tenth decimal, and a little
 Points = list[tuple[float, ...]]
@@ -133,12 +133,9 @@ def follows(name: str, engine: str = "auto", **train: object) -> Callable[[fv.Me
     train = {"local_steps": 2, **train} if name.endswith("two steps") else train
 
     def check(method: fv.Method) -> None:
-        for rounds, expected in enumerate(GOLDEN[name], start=1):
+        for rounds, expected in printed_points(GOLDEN[name], engine):
             start = (0.5,) * len(expected)
-            if engine == "deployed":
-                history = deployed_run(data, method, start, rounds, **train)
-            else:
-                history = quadratic_run(data, method, start, rounds, engine=engine, **train)
+            history = run_by(engine, data, method, start, rounds, **train)
             found = history.state.params["weight"][0]
             gap = float((found - torch.tensor(expected, dtype=torch.float64)).abs().max())
             assert gap <= PRINTED, f"x^{rounds} = {found.tolist()}, expected {expected}"

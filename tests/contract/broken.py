@@ -16,6 +16,7 @@ import fairvar as fv
 from fairvar.methods.aaggff import CDFS
 from fairvar.methods.base import Memory, Replies
 from fairvar.methods.simplex import minimise_within
+from fairvar.tree import Tree, scale, subtract, tree_map
 
 
 class WithoutMeanGradient(fv.FairLoss, frozen=True, tag="1"):
@@ -369,3 +370,69 @@ class AlwaysAligned(fv.FedEBA, frozen=True, tag="69"):
 
     def coefficients(self, loss: Tensor, mean_loss: Tensor) -> tuple[Tensor, Tensor]:
         return super().coefficients(loss, torch.ones_like(mean_loss))
+
+
+# -- options of FairLoss and FairGrad --------------------------------------------------------------
+class NeverStored(fv.FairGrad, frozen=True, tag="70"):
+    """FL-bench's port: the average of the round before is lost, and 1 − ema of the mean is sent."""
+
+    def smoothed(self, before: Tree | None, fresh: Tree) -> Tree:
+        return super().smoothed(before and tree_map(torch.zeros_like, before), fresh)
+
+
+class SwappedAverage(fv.FairGrad, frozen=True, tag="71"):
+    """(1 − ema) of the old average and ema of the new mean."""
+
+    def smoothed(self, before: Tree | None, fresh: Tree) -> Tree:
+        return super().smoothed(fresh, before or fresh)
+
+
+class AllParameters(fv.FairGrad, frozen=True, tag="72"):
+    """Penalises the body too."""
+
+    def penalised(self, away: Tree) -> Tree:
+        return away
+
+
+class OtherParameters(fv.FairGrad, frozen=True, tag="73"):
+    """Penalises what `only` leaves out."""
+
+    def penalised(self, away: Tree) -> Tree:
+        return subtract(away, super().penalised(away))
+
+
+class BoundIgnored(fv.FairLoss, frozen=True, tag="74"):
+    @property
+    def penalty_bound(self) -> None:
+        return None
+
+
+class BoundOnTheDirection(fv.FairLoss, frozen=True, tag="75"):
+    """Takes b for a bound on ‖d_i‖ / ‖∇f_i‖, which 1 + b is."""
+
+    @property
+    def penalty_bound(self) -> float:
+        assert self.bound is not None
+        return 1 + self.bound
+
+
+# -- the server's optimiser: in the place of `ServerOptimiser.step` and `start` -------------------
+right_step, right_start = fv.ServerOptimiser.step, fv.ServerOptimiser.start
+Step = tuple[Tree, Tree | None]
+
+
+def damped(optimiser: fv.ServerOptimiser, update: Tree, moments: Tree | None) -> Step:
+    """m ← β1 m + (1 − β1) Δ in sgd too: steps a tenth as long."""
+    assert optimiser.beta1 is not None
+    return right_step(optimiser, scale(update, 1 - optimiser.beta1), moments)
+
+
+def forgotten(optimiser: fv.ServerOptimiser, update: Tree, moments: Tree | None) -> Step:
+    """The moments stay those of the start."""
+    return right_step(optimiser, update, moments)[0], moments
+
+
+def from_zero(optimiser: fv.ServerOptimiser, params: Tree) -> Tree | None:
+    """v starts at 0 instead of τ²."""
+    moments = right_start(optimiser, params)
+    return moments and {k: 0 * v for k, v in moments.items()}

@@ -12,13 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
 import torch
 from broken import (
+    AllParameters,
     AlwaysAligned,
     AveragedTwice,
     BareStrength,
     BestShare,
+    BoundIgnored,
+    BoundOnTheDirection,
     ByPlace,
     Cheap,
     Dice,
@@ -33,8 +37,10 @@ from broken import (
     LovesGoodClients,
     MeanHeldFixed,
     MixedWeights,
+    NeverStored,
     OldGradient,
     OnChangedUpdates,
+    OtherParameters,
     Overflowing,
     Overweight,
     PeeksAtOthers,
@@ -48,6 +54,7 @@ from broken import (
     StaleIndex,
     Stateful,
     SumsToOne,
+    SwappedAverage,
     TiesByPlace,
     TiesToTheFirst,
     TiltWithoutShare,
@@ -62,11 +69,18 @@ from broken import (
     WithoutOuterProduct,
     WithoutTerm,
     WrongSign,
+    damped,
+    forgotten,
+    from_zero,
 )
 
 import fairvar as fv
 from checks import (
+    ADAM,
+    MOMENTUM,
+    bounded_by_hand,
     descends,
+    follows_fediir,
     follows_golden,
     follows_silo_golden,
     gradient_objective,
@@ -201,6 +215,7 @@ def test_check_method_wants_an_instance() -> None:
 
 loss_variance, gradient_variance = descends(loss_objective(0.5)), descends(gradient_objective(0.2))
 SILO = follows_silo_golden("official", "logistic")
+FEDIIR = fv.FairGrad(0.2, exact=True, ema=0.95)
 BROKEN: list[tuple[fv.Method, fv.Method, Check]] = [  # broken, right, check
     (WithoutMeanGradient(0.5), fv.FairLoss(0.5), follows_golden("FairLoss")),
     (WrongSign(0.5), fv.FairLoss(0.5), follows_golden("FairLoss")),
@@ -291,6 +306,26 @@ BROKEN: list[tuple[fv.Method, fv.Method, Check]] = [  # broken, right, check
         follows("FedEBA+ A fair, two steps"),
     ),
     (Ridge(), fv.AdaFed(), CLAUSES["weights_follow_the_scale_of_updates"]),
+    *(
+        (wrong(0.2, exact=True, ema=0.95), FEDIIR, follows_fediir("all"))
+        for wrong in (NeverStored, SwappedAverage)
+    ),
+    *(
+        (
+            wrong(0.2, exact=True, ema=0.95, only="head"),
+            msgspec.structs.replace(FEDIIR, only="head"),
+            follows_fediir("head"),
+        )
+        for wrong in (AllParameters, OtherParameters)
+    ),
+    *(
+        (
+            wrong(0.5, exact=True, bound=0.2),
+            fv.FairLoss(0.5, exact=True, bound=0.2),
+            bounded_by_hand(),
+        )
+        for wrong in (BoundIgnored, BoundOnTheDirection)
+    ),
 ]
 
 
@@ -301,6 +336,28 @@ def test_a_broken_method_is_found(broken: fv.Method, right: fv.Method, check: Ch
     check(right)
     with pytest.raises(AssertionError):
         check(broken)
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "place", "wrong"),
+    [
+        ("FedAvgM", MOMENTUM, "step", damped),
+        ("FedAvgM", MOMENTUM, "step", forgotten),
+        ("FedAdam", ADAM, "step", forgotten),
+        ("FedAdam", ADAM, "start", from_zero),
+    ],
+)
+def test_a_broken_server_optimiser_is_found(
+    name: str,
+    right: fv.ServerOptimiser,
+    place: str,
+    wrong: Callable[..., object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    follows_golden(name, server=right)(fv.FedAvg())
+    monkeypatch.setattr(fv.ServerOptimiser, place, wrong)
+    with pytest.raises(AssertionError):
+        follows_golden(name, server=right)(fv.FedAvg())
 
 
 INDIFFERENT = (fv.QFFL(q=0.0), fv.TERM(0.0), fv.Superquantile(1.0), fv.GIFAIR(0.0),

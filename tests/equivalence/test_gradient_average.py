@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
+import torch
 from test_engines import TOLERANCE_64, WORK, run
+from torch import nn
 
 import fairvar as fv
-from checks import distance, same_bytes
+from checks import distance, golden_federation, run_by, same_bytes
 from fairvar.engine.settings import TrainSettings
 from fairvar.engine.train import prepare
+from fairvar.models.zoo import build
 from fairvar.testing import federation
 
 METHODS = [
@@ -18,7 +23,7 @@ METHODS = [
     fv.FairGrad(0.3, only="*.bias"),
     fv.FairGrad(0.3, ema=0.8, only="1.*", exact=True),
 ]
-CNN = [*METHODS[:4], fv.FairGrad(0.3, ema=0.8, only="4.*", exact=True)]
+CNN = [*METHODS[:4], fv.FairGrad(0.3, ema=0.8, only="head", exact=True)]
 CASES = [("multinomial", m, w) for m in METHODS for w in WORK]
 CASES += [("cnn", m, w) for m in CNN for w in ("mini_batch", "epoch")]
 
@@ -48,6 +53,42 @@ def test_some_clients_captured_rounds_and_continued_runs(method: fv.Method) -> N
     rest = run("cnn", method, "auto", "mini_batch", state=half.state)
     for name, leaf in whole.state.params.items():
         assert bool((rest.state.params[name] == leaf).all()), name
+
+
+class Net(nn.Sequential):
+    """Its last layer is the first by name."""
+
+    def __init__(self) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            layers = {"z": nn.Linear(2, 3), "tanh": nn.Tanh(), "a": nn.Linear(3, 1)}
+        super().__init__(OrderedDict(layers))
+
+
+@pytest.mark.parametrize("engine", ["reference", "vmapped", "blocked", "deployed"])
+def test_the_head_is_the_last_layer(engine: str) -> None:
+    found, expected, body = (
+        run_by(engine, golden_federation(), fv.FairGrad(0.3, only=only), Net(), 2).state.params
+        for only in ("head", "a.*", "z.*")
+    )
+    assert all(torch.equal(found[name], leaf) for name, leaf in expected.items())
+    assert not torch.equal(found["a.weight"], body["a.weight"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["multinomial", "linear", "2nn", "avgcnn", "lenet5", "mobilenet_v2", "lstm", "transformer"],
+)
+def test_heads_of_built_in_models(name: str) -> None:
+    """The layer whose outputs are the model's."""
+    shape = (20,) if name in ("lstm", "transformer") else (3, 32, 32)
+    params = dict(build(name, shape, 7).named_parameters())
+    kept = fv.FairGrad(0.1, only="head").penalised(
+        {k: torch.ones_like(v) for k, v in params.items()}
+    )
+    heads = [k for k, v in kept.items() if bool(v.any())]
+    assert {k.rpartition(".")[0] for k in heads} == {list(params)[-1].rpartition(".")[0]}
+    assert len(params[heads[0]]) == (1 if name == "linear" else 7)
 
 
 def test_all_parameters_are_all_parameters() -> None:

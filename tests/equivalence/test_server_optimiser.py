@@ -9,7 +9,10 @@ from test_engines import TOLERANCE_64, run
 
 import fairvar as fv
 from checks import (
+    ADAM,
+    FURTHER,
     METHODS,
+    MOMENTUM,
     OPTIONS,
     deployed_run,
     distance,
@@ -26,13 +29,15 @@ from fairvar.runs.config import Config
 from fairvar.runs.formats import pack_checkpoint, pack_state, unpack_checkpoint, unpack_state
 from fairvar.runs.identity import fingerprint
 
-MOMENTUM = fv.ServerOptimiser("sgd", beta1=0.9)
-ADAM = fv.ServerOptimiser("adam", lr=0.1, beta1=0.5, beta2=0.75, tau=0.05)
 DEFINED = [
-    m
-    for m in [*METHODS, fv.FairLoss(0.5, losses="full", warm_start="exact"), fv.FedEBA(0.5)]
-    if not isinstance(m, fv.QFFL)
+    *(m for m in METHODS if not isinstance(m, fv.QFFL)),
+    fv.FairLoss(0.5, losses="full", warm_start="exact"),
+    fv.FedEBA(0.5),
+    *FURTHER,
+    fv.FedProx(1.0),
+    fv.Ditto(0.5),
 ]
+CASES = [("multinomial", "step", MOMENTUM), ("batch_norm", "epoch", ADAM)]
 PATHS = ("reference", "pooled", "vmapped", "blocked", "linear", "deployed")
 
 
@@ -111,11 +116,10 @@ def test_the_operations_themselves_change_no_bit() -> None:
 
 
 # -- all kernels -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("server", [MOMENTUM, ADAM], ids=lambda s: s.name)
 @pytest.mark.parametrize("method", DEFINED, ids=repr)
-@pytest.mark.parametrize(("model", "work"), [("multinomial", "step"), ("batch_norm", "epoch")])
+@pytest.mark.parametrize(("model", "work", "server"), CASES, ids=["sgd", "adam"])
 def test_engines_agree(
-    method: fv.Method, server: fv.ServerOptimiser, model: str, work: str
+    method: fv.Method, model: str, work: str, server: fv.ServerOptimiser
 ) -> None:
     expected = run(model, method, "reference", work, server=server)
     plain = run(model, method, "reference", work)

@@ -16,11 +16,10 @@ from federations import agreement, digits, reference
 from safetensors.torch import load
 
 import fairvar as fv
-from checks import MODELS, distance, golden_federation, images, linear_model
+from checks import MODELS, distance, images
 from fairvar.deploy.client import ROUNDS, Agreement, Client, Message, Stamp, grouped, only
 from fairvar.deploy.guard import FederationSettings
 from fairvar.deploy.run import Fault, Federated, LocalTransport, federate, honest
-from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.train import Checkpoint
 from fairvar.runs.formats import pack_checkpoint, unpack_checkpoint
 from fairvar.tree import Tree
@@ -91,21 +90,6 @@ def test_batch_norm(tmp_path: Path) -> None:
     assert max(gaps(found, personal, expected).values()) <= TOLERANCE
     counted = personal["1.num_batches_tracked"]
     assert len(set(counted.tolist())) > 1  # nobody averages them
-
-
-def test_the_printed_models(tmp_path: Path) -> None:
-    """Of problem A, λ = 1 (tests/golden/test_ditto.py), through messages."""
-    data = golden_federation()
-    agreed = Agreement(linear_model(0.5, 0.5), fv.Ditto(1.0), "mse",
-                       TrainSettings(rounds=3, lr=0.1, dtype="float64"), EvaluateSettings(),
-                       2, data.input_shape, None)  # fmt: skip
-    history = run(agreed, nodes(agreed, data, tmp_path)).history
-    personal, rounds = kept(tmp_path, 2)
-    expected = torch.tensor([[0.609, 0.287375], [0.194, 0.872625]], dtype=torch.float64)
-    assert float((personal["weight"][:, 0] - expected).abs().max()) <= 6e-11
-    x = torch.tensor([0.378, 0.5643125], dtype=torch.float64)
-    assert float((history.state.params["weight"][0] - x).abs().max()) <= 6e-11
-    assert rounds == [3, 3]
 
 
 # -- v_i never leaves its node ---------------------------------------------------------------------

@@ -9,7 +9,6 @@ import torch
 
 pytest.importorskip("flwr")
 
-from grids import InProcessGrid
 from safetensors.torch import load
 from test_in_process import DEFAULT, expected
 
@@ -18,6 +17,7 @@ from fairvar.deploy.client import ROUNDS
 from fairvar.deploy.flower.server import run_on
 from fairvar.deploy.flower.setup import read_setup
 from fairvar.runs.stored import StoredRun
+from grids import InProcessGrid
 
 CLIENTS = 5
 NODES = {100 + 7 * i: i for i in range(CLIENTS)}

@@ -15,7 +15,6 @@ pytest.importorskip("flwr")
 from flwr.app import Message
 from flwr.clientapp.mod import LocalDpMod
 from flwr.supercore.differential_privacy import compute_clip_model_update
-from grids import InProcessGrid
 from test_in_process import run, run_config
 
 import fairvar as fv
@@ -23,6 +22,7 @@ from fairvar.deploy.flower import client_app, server
 from fairvar.deploy.flower.server import run_on
 from fairvar.deploy.flower.setup import read_setup
 from fairvar.runs.stored import StoredRun
+from grids import InProcessGrid
 
 CUT = "privacy.clipping_norm=0.01"
 

@@ -23,7 +23,6 @@ from flwr.common import bytes_to_ndarray, ndarray_to_bytes
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 from flwr.common.secure_aggregation.secaggplus_utils import pseudo_rand_gen
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-from grids import InProcessGrid, Spoil
 from test_in_process import _error, run, run_config
 
 import fairvar as fv
@@ -36,6 +35,7 @@ from fairvar.deploy.run import LocalTransport, federate, local_clients
 from fairvar.methods.base import Memory, Method, Replies
 from fairvar.runs.runner import federation_of
 from fairvar.runs.stored import StoredRun
+from grids import InProcessGrid, Spoil
 
 ON = {"secure-aggregation": True}
 STEP = 2 * 8.0 / quantisation(5)  # of the default clipping_range, for five clients

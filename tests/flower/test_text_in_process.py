@@ -9,13 +9,12 @@ import torch
 
 pytest.importorskip("flwr")
 
-from grids import InProcessGrid
-
 import fairvar as fv
 from fairvar.deploy.flower.server import run_on
 from fairvar.deploy.flower.setup import read_setup
 from fairvar.runs.runner import federation_of, model_of
 from fairvar.runs.stored import StoredRun
+from grids import InProcessGrid
 
 METHODS = {"fedavg": "", "fairgrad": "strength=0.1 exact=true"}
 

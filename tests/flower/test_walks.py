@@ -20,12 +20,12 @@ pytest.importorskip("flwr")
 pytest.importorskip("ray", reason="Flower's simulation runtime needs ray")
 
 from deployment import commands_of, run_commands
-from grids import InProcessGrid
 
 from fairvar.deploy.flower import client_app
 from fairvar.deploy.flower.server import run_on
 from fairvar.deploy.flower.setup import read_setup
 from fairvar.runs.stored import StoredRun
+from grids import InProcessGrid
 
 pytestmark = pytest.mark.deployment
 ROOT = Path(__file__).parents[2]

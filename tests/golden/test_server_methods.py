@@ -30,7 +30,9 @@ METHODS: dict[str, fv.Method] = {
     "FedEBA+ A unfair, two steps": fv.FedEBA(temperature=0.5, alpha=0.5, angle=0.0),
     "FedEBA+ A fair, two steps": fv.FedEBA(temperature=0.5, alpha=0.5, angle=90.0),
 }
-PATHS = [(name, engine) for name in METHODS for engine in ("reference", "vmapped", "deployed")]
+PATHS = [
+    (name, engine) for name in METHODS for engine in ("reference", "vmapped", "deployed", "flower")
+]
 PATHS += [(f"FedEBA+ A {branch}", "pooled") for branch in ("unfair", "fair")]
 
 

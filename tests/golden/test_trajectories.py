@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
@@ -30,13 +32,26 @@ METHODS = {
     "FairGrad": fv.FairGrad(0.2),
     "QFFL": fv.QFFL(1.0),
 }
+ENGINES = ("reference", "pooled", "vmapped", "blocked", "linear")
 NOT_POOLED = {"FairGrad*", "FairGrad", "QFFL"}
 PATHS = [
     (name, engine)
     for name in METHODS
-    for engine in ("reference", "pooled", "vmapped", "blocked", "linear")
+    for engine in ENGINES
     if engine != "pooled" or name not in NOT_POOLED
 ]
+
+
+class FedFair(fv.Method, frozen=True, tag="fedfair"):
+    """Ling et al. 2024: d_i = (1 + λ (f_i − a)) ∇f_i, with a of the round before."""
+
+    uses_mean_loss: ClassVar[bool] = True
+
+    strength: float
+    exact: bool = False
+
+    def coefficients(self, loss: torch.Tensor, mean_loss: torch.Tensor) -> tuple:
+        return 1 + self.strength * (loss - mean_loss), 0.0
 
 
 FURTHER = {
@@ -50,6 +65,7 @@ FURTHER = {
     "Superquantile 0.75": fv.Superquantile(0.75),
     "Superquantile 0.5": fv.Superquantile(0.5),
     "GIFAIR": fv.GIFAIR(0.4),  # λ = 0.2 = 0.4 · ½ / (2 − 1)
+    "FedFair": FedFair(0.5),
     "Semi-VRed": fv.SemiVRed(0.25),
 }
 
@@ -65,11 +81,22 @@ def test_quadratics(name: str, engine: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "engine", ["reference", "pooled", "vmapped", "blocked", "linear", "deployed"]
+    ("name", "engine"),
+    [
+        (name, engine)
+        for name in FURTHER_GOLDEN
+        for engine in (*ENGINES, "deployed", "flower")
+        if (name, engine) != ("FedFair", "flower")  # no configuration can name a local class
+    ],
 )
-@pytest.mark.parametrize("name", FURTHER_GOLDEN)
 def test_quadratics_with_further_methods(name: str, engine: str) -> None:
     follows_golden(name, engine)(FURTHER[name])
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "deployed"])
+def test_fedfair_with_the_mean_of_this_round_is_fairloss_star(engine: str) -> None:
+    """Σ r_i (f_i − F) = 0 cancels the −g that FedFair leaves out."""
+    follows_golden("FairLoss*", engine)(FedFair(0.5, exact=True))
 
 
 @pytest.mark.parametrize("engine", ["reference", "pooled", "linear", "deployed"])
@@ -79,7 +106,7 @@ def test_propfair_with_losses_of_the_round(name: str, engine: str) -> None:
     follows_golden(name, engine)(replace(FURTHER[name], losses="full"))
 
 
-@pytest.mark.parametrize("engine", ["reference", "vmapped", "linear"])
+@pytest.mark.parametrize("engine", ["reference", "vmapped", "linear", "deployed", "flower"])
 def test_fedprox_by_hand(engine: str) -> None:
     follows_golden("FedProx", engine, local_steps=2)(fv.FedProx(1.0))
 

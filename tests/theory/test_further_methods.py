@@ -85,6 +85,8 @@ STRENGTH: list[tuple[fv.Method, float]] = [
     (fv.QFFL(0.7), 0.7 / LEVEL),
     (fv.PropFair(4.0), 1 / (4 - LEVEL)),
     (fv.FairLoss(0.7, exact=True), 0.7),
+    (fv.FairLoss(2 * 0.3, exact=True), 2 * 0.3),  # V-REx with β = 0.3
+    (fv.FedEBA(temperature=1 / 0.7, angle=0.0), 0.7),
 ]
 
 

@@ -193,6 +193,14 @@ def test_adafed_scales_with_the_losses() -> None:
         assert float(weights(fv.AdaFed(0.0), updates, loss).sum()) == pytest.approx(1, abs=1e-9)
 
 
+def test_adafed_only_keeps_a_client_without_loss_from_rising() -> None:
+    """f_k = 0: ⟨g_k, d⟩ = 0, and the others have their rates."""
+    for updates, loss in problems():
+        loss = loss * (torch.arange(len(loss)) > 0)
+        d = weights(fv.AdaFed(1.0), updates, loss) @ updates
+        close(updates @ d, loss * (d @ d), 1e-9)
+
+
 def test_adafed_of_equal_clients_is_along_fedavg() -> None:
     update, loss = drawn(1, 5).expand(4, 5), torch.full((4,), 2.0, dtype=torch.float64)
     close(weights(fv.AdaFed(3.0), update, loss) @ update, update[0] / 8)

@@ -95,7 +95,7 @@ def _entry(name: str, method: Method) -> dict[str, Any]:
         "exchanges": traffic.exchanges,
         "down": _floats(traffic.floats_down),
         "up": _floats(traffic.floats_up),
-        "reveals": list(method.reveals),
+        "reveals": [*method.reveals, *(["every update by itself"] if method.uses_gram else [])],
         "sums_suffice": method.sums_suffice,
         "curvature": method.uses_curvature,
         "options": {f.name: "needed" if f.required else f.default for f in fields},

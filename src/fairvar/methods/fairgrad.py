@@ -13,6 +13,8 @@ from fairvar.errors import BadInput, shown
 from fairvar.methods.base import Regularised
 from fairvar.tree import Tree, tree_map
 
+HEAD = "head"
+
 
 class FairGrad(Regularised, frozen=True, tag="fairgrad"):
     """J_γ(x) = F(x) + γ/2 Σ_i r_i ‖∇f_i(x) − ∇F(x)‖²,   γ = strength
@@ -24,7 +26,8 @@ class FairGrad(Regularised, frozen=True, tag="fairgrad"):
 
     Two options make it FedIIR (Guo et al. 2023) with penalty γ/2: `ema`, g is a moving average over
     rounds, g ← ema · g + (1 − ema) Σ_i r_i ∇f_i, from zero; `only`, the penalty counts parameters
-    whose names match this pattern, such as "fc.*".
+    whose names match this pattern, such as "fc.*". "head" is the layer of the model's last
+    parameter, unless a parameter has this name.
     """
 
     when: ClassVar[str] = (
@@ -48,11 +51,21 @@ class FairGrad(Regularised, frozen=True, tag="fairgrad"):
     def penalised(self, away: Tree) -> Tree:
         if self.only is None:
             return away
-        return {k: v if fnmatchcase(k, self.only) else torch.zeros_like(v) for k, v in away.items()}
+        kept = self._kept(list(away))
+        return {k: v if k in kept else torch.zeros_like(v) for k, v in away.items()}
 
     def check_parameters(self, params: Tree) -> None:
-        if self.only is not None and not any(fnmatchcase(name, self.only) for name in params):
+        if self.only is not None and not self._kept(list(params)):
             raise BadInput(
                 f"FairGrad.only = {shown(self.only)} is the name of no parameter; "
                 f"known are {shown(', '.join(params))}"
             )
+
+    def _kept(self, names: list[str]) -> set[str]:
+        """Those of the parameters that `only` means."""
+        pattern = self.only or "*"
+        found = {name for name in names if fnmatchcase(name, pattern)}
+        if pattern != HEAD or found:
+            return found
+        layer = names[-1].rpartition(".")[0]
+        return {name for name in names if name.rpartition(".")[0] == layer}

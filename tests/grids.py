@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
+import tomllib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
+import msgspec
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
@@ -11,10 +15,21 @@ from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+import fairvar as fv
+from checks import Start, module_of, with_personal
 from fairvar.deploy.flower import client_app
+from fairvar.deploy.flower.client import client_id
+from fairvar.deploy.flower.server import run_on
+from fairvar.deploy.flower.setup import read_setup
+from fairvar.runs.stored import StoredRun
 
 # Flower sets these in the processes that it starts.
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+EXAMPLE = Path(__file__).parents[1] / "examples" / "flower_app"
+DEFAULT = {"model": "multinomial"} | tomllib.loads((EXAMPLE / "pyproject.toml").read_text())[
+    "tool"
+]["flwr"]["app"]["config"]
+BARE = "federation.weight_cap=1.0 federation.norm_bound=1e9"  # nothing is limited
 Spoil = Callable[[int, Message], Message | None]  # (node, reply) → what arrives
 
 
@@ -90,3 +105,59 @@ def _travelled(message: Message) -> Message:
     """What remains of a message after the wire."""
     raw = message_to_proto(message).SerializeToString()
     return message_from_proto(ProtoMessage.FromString(raw))
+
+
+# -- runs ------------------------------------------------------------------------------------------
+def run_config(method: fv.Method, out: Path, options: str = "", **more: object) -> dict:
+    fields = {f: getattr(method, f) for f in method.__struct_fields__}
+    fields = {
+        f: v for f, v in fields.items() if v is not None
+    }  # the default, which TOML cannot say
+    given = " ".join(
+        f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in fields.items()
+    )
+    tag = type(method).__struct_config__.tag
+    few = f"train.dtype=float64 partition.alpha=0.3 evaluate.every=2 {options}"
+    return {
+        **DEFAULT,
+        "method": tag,
+        "method-options": given,
+        "out": str(out),
+        "options": few,
+        **more,
+    }
+
+
+def as_options(train: dict[str, object]) -> str:
+    """`train.key=value` of settings; those of the server's optimiser have names of their own."""
+    pairs = {k: v for k, v in train.items() if not isinstance(v, fv.ServerOptimiser)}
+    for optimiser in train.keys() - pairs.keys():
+        given = msgspec.structs.asdict(train[optimiser])
+        pairs |= {f"{optimiser}.{k}": v for k, v in given.items() if v is not None}
+    return " ".join(f"train.{k}={v}" for k, v in pairs.items())
+
+
+def flower_run(
+    data: fv.Federation, method: fv.Method, start: Start, rounds: int, **train: object
+) -> fv.History:
+    """A regression whose clients bring their own data; personal models are read from the disk."""
+
+    def model() -> tuple:
+        return module_of(start), "mse"
+
+    def own(context: Context) -> fv.ClientData:
+        return fv.ClientData(train=data.train.of(client_id(context)))
+
+    options = f"{BARE} {as_options(train)}"
+    shape = ",".join(map(str, data.input_shape))
+    more = {"data": "own", "clients": data.clients, "input-shape": shape, "classes": 0}
+    numbers = range(data.clients)
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        config = run_config(method, home / "runs", options, rounds=rounds, **more)
+        nodes = {i: {"client": i, "personal": str(home / f"node{i}")} for i in numbers}
+        grid = InProcessGrid(config, {10 + i: i for i in numbers}, node_config=nodes)
+        grid.app = client_app(model, own)
+        history = StoredRun.open(run_on(grid, read_setup(config, model, own))).history()
+        kept = [file.read_bytes() for i in numbers for file in (home / f"node{i}").glob("*")]
+    return with_personal(history, kept)
