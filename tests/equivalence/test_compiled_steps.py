@@ -114,3 +114,14 @@ def test_what_does_not_compile_is_computed_without(monkeypatch: pytest.MonkeyPat
     assert len(warned) == 1
     expected = fv.train(net, data, fv.FedAvg(), engine="reference", **OPTIONS)
     assert max(distance(found, expected).values()) <= 1e-10
+
+
+@pytest.mark.parametrize("engine", ["reference", "blocked", "pooled"])
+def test_engines_that_compile_nothing_are_refused(engine: str) -> None:
+    with pytest.raises(fv.BadInput, match=f'engine="{engine}" compiles nothing; with compile=True'):
+        fv.train(network("MobileNetV2"), federation(), fv.FedAvg(), 1, engine=engine, compile=True)
+
+
+def test_linear_models_say_that_nothing_is_compiled() -> None:
+    with pytest.warns(UserWarning, match="compile=True changes nothing: .* the linear path"):
+        fv.train("multinomial", federation(), fv.FedAvg(), 1, compile=True)
