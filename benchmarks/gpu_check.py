@@ -84,6 +84,7 @@ def check_compiled(device: str, backend: str) -> int:
 
     nn = torch.nn
     compiled.BACKEND = backend or compiled.BACKEND
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     blocks = [nn.Conv2d(3, 8, 3, 2, 1), Bottleneck(8, 8, 1, 2), Bottleneck(8, 12, 2, 2)]
     end = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
@@ -93,12 +94,12 @@ def check_compiled(device: str, backend: str) -> int:
             nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), *end, nn.Linear(8, 4)
         ),
     }
-    fed = federation([9, 4, 6, 15], (3, 16, 16), 4)
+    fed = federation([9, 4, 6], (3, 8, 8), 4)
     worst, failed = 0.0, 0
     work = {"ragged epoch": {}, "drop_last": {"drop_last": True}}
     for (kind, model), (name, options) in itertools.product(models.items(), work.items()):
         row = []
-        for label in ("FedAvg", "q-FFL", "FairLoss*", "FairGrad"):
+        for label in ("FedAvg", "q-FFL", "FairGrad"):
             common = dict(rounds=2, lr=0.05, dtype=torch.float64, batch_size=4, local_epochs=1,
                           evaluate_every=2, evaluate_splits=("train",), **options)  # fmt: skip
             compiled.forget()
