@@ -1,6 +1,7 @@
 """Every method on the GPU, against the plain loop on the CPU; and two paths of one step, timed.
 
     python benchmarks/gpu_check.py                  # equality: worst relative difference in float64
+    python benchmarks/gpu_check.py --compiled       # compiled local steps of ragged epochs
     python benchmarks/gpu_check.py --grid           # runs of a sweep in one matrix product
     python benchmarks/gpu_check.py --paths          # `blocked` against `vmapped`: ms per round
 
@@ -75,6 +76,44 @@ def check(device: str) -> int:
     return 1 if failed else 0
 
 
+def check_compiled(device: str, backend: str) -> int:
+    """`compile=True` against the plain loop on the CPU: a small MobileNetV2 and a CNN with batch
+    norm, clients of different sizes, with padded last batches (masks in batch norm) and without."""
+    from fairvar.engine.kernels import compiled
+    from fairvar.models.zoo import Bottleneck
+
+    nn = torch.nn
+    compiled.BACKEND = backend or compiled.BACKEND
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    blocks = [nn.Conv2d(3, 8, 3, 2, 1), Bottleneck(8, 8, 1, 2), Bottleneck(8, 12, 2, 2)]
+    end = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    models = {
+        "depthwise": nn.Sequential(*blocks, *end, nn.Linear(12, 4)),
+        "dense": nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), *end, nn.Linear(8, 4)
+        ),
+    }
+    fed = federation([9, 4, 6], (3, 8, 8), 4)
+    worst, failed = 0.0, 0
+    work = {"ragged epoch": {}, "drop_last": {"drop_last": True}}
+    for (kind, model), (name, options) in itertools.product(models.items(), work.items()):
+        row = []
+        for label in ("FedAvg", "q-FFL", "FairGrad"):
+            common = dict(rounds=2, lr=0.05, dtype=torch.float64, batch_size=4, local_epochs=1,
+                          evaluate_every=2, evaluate_splits=("train",), **options)  # fmt: skip
+            compiled.forget()
+            want = fv.train(model, fed, METHODS_HERE[label], engine="reference", **common)
+            got = fv.train(model, fed, METHODS_HERE[label], device=device, compile=True, **common)
+            gap = worst_difference(got, want)
+            left = None in compiled._COMPILED.values()  # computed without compiling: no check
+            worst, failed = max(worst, gap), failed + (left or not gap <= 1e-10)
+            row.append(f"{label} {gap:.0e}" + (" NOT COMPILED" if left else ""))
+        print(f"{kind:12} {name:20} " + "  ".join(row), flush=True)
+    print(f"worst {worst:.1e}; {failed} above 1e-10 or not compiled")
+    return 1 if failed else 0
+
+
 def check_grid(device: str) -> int:
     """Runs that train together on the device, each against its single run on the CPU."""
     from fairvar.engine.grid import Member, train_grid
@@ -103,7 +142,7 @@ def check_grid(device: str) -> int:
     return 1 if worst > 1e-10 else 0
 
 
-def federation(clients: int, samples: list[int], shape: tuple[int, ...], classes: int) -> object:
+def federation(samples: list[int], shape: tuple[int, ...], classes: int) -> fv.Federation:
     torch.manual_seed(0)
     train = [(torch.randn(m, *shape), torch.randint(0, classes, (m,))) for m in samples]
     return fv.Federation.from_arrays(train=train, classes=classes)
@@ -119,7 +158,7 @@ def paths(device: str) -> int:
         ("mobilenet_v2", (3, 32, 32), 100, [32] * 20),
     ]
     for model, shape, classes, samples in cases:
-        fed = federation(len(samples), samples, shape, classes)
+        fed = federation(samples, shape, classes)
         for name in ("q-FFL", "FairGrad", "FairGrad*"):
             found: dict[str, list[float]] = {"blocked": [], "vmapped": []}
             for _, engine in itertools.product(range(3), found):
@@ -146,6 +185,10 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--paths", action="store_true")
     parser.add_argument("--grid", action="store_true")
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--backend", default="", help="with --compiled; eager compiles nothing")
     given = parser.parse_args()
+    if given.compiled:
+        sys.exit(check_compiled(given.device, given.backend))
     work = paths if given.paths else check_grid if given.grid else check
     sys.exit(work(given.device))

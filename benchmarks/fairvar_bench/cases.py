@@ -16,7 +16,7 @@ from fairvar.models import MODELS
 from fairvar.validation import Checked, Count, Positive
 
 Local = Literal["step", "epoch"]
-Kind = Literal["rounds", "grid", "ragged", "memory", "flower"]
+Kind = Literal["rounds", "grid", "ragged", "memory", "epochs", "flower"]
 Precision = Literal["full", "tf32", "bfloat16"]  # as in the engine's settings
 EPOCH_STEPS = 4  # a local epoch is so many steps over the same samples, unless a case says more
 CLIENT_LOOPS = ("naive", "bare", "lean")
@@ -101,8 +101,9 @@ class Case:
     """A round of `method`: every client has `samples`, used in one step or in one epoch.
 
     Kinds: "rounds"; a "grid" of runs that differ in numbers and seeds; "ragged" clients, which have
-    `samples` on average; "memory", one round for its peak alone; and "flower", rounds beside those
-    of Flower's simulation runtime.
+    `samples` on average; "memory", one round for its peak alone; "epochs" of a CNN on a CPU, where
+    vectorising the clients gains least; and "flower", rounds beside those of Flower's simulation
+    runtime.
     """
 
     model: str
@@ -186,6 +187,9 @@ NO_NAIVE = ("bare", "lean", "central")
 GRID = Group("multinomial", 50, 16, SIX, rivals=("bare", "gemm"), kind="grid")
 RAGGED = Group("avgcnn", 50, 800, ("fedavg",), EPOCH, 64, ("bare",), "ragged")
 MEMORY = Group("avgcnn", 1000, 50, ("fedavg",), EPOCH, 10, (), "memory")
+EPOCHS = Group(
+    "avgcnn", 50, 64, ("fedavg", "qffl", "fairloss*", "fairgrad"), EPOCH, 32, ("lean",), "epochs"
+)
 BESIDE_FLOWER = ("flower", "reference", "bare")
 FLOWER = (
     Group("multinomial", 50, 16, ("fedavg", "fairgrad*"), rivals=BESIDE_FLOWER, kind="flower"),
@@ -212,6 +216,7 @@ ON_CPU = (
     Group("avgcnn", 50, 32, ALL, BOTH),
     *(replace(size, methods=ALL) for size in SIZES),
     Group("mobilenet_v2", 4, 8, ALL),
+    EPOCHS,
     GRID,
     MEMORY,
 )
@@ -268,7 +273,7 @@ def cases(settings: BenchSettings) -> list[Case]:
 
 def _groups(settings: BenchSettings) -> tuple[Group, ...]:
     if settings.case is not None and settings.case != "rounds":
-        return tuple(g for g in (GRID, RAGGED, MEMORY, *FLOWER) if g.kind == settings.case)
+        return tuple(g for g in (GRID, RAGGED, MEMORY, EPOCHS, *FLOWER) if g.kind == settings.case)
     table = QUICK if settings.is_quick else ON_CPU if settings.on_cpu else ON_GPU
     sized = settings.clients or settings.batch or settings.local
     if settings.case == "rounds" or sized:

@@ -46,9 +46,9 @@ def bench(
 
     Args:
         quick: the short table, a few minutes; the default on the CPU.
-        case: "rounds", "grid" (275 runs together), "ragged" (uneven clients), "memory", "clients"
-            (100 participants of up to a million) or "flower" (beside Flower's simulation runtime)
-            only.
+        case: "rounds", "grid" (275 runs together), "ragged" (uneven clients), "memory", "epochs"
+            (of a CNN on a CPU), "clients" (100 participants of up to a million) or "flower" (beside
+            Flower's simulation runtime) only.
         model: this model only.
         method: this method only, such as qffl or fairloss* (a star: the exact variant).
         clients: so many clients in every case.

@@ -10,15 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fairvar_bench.cases import ALL, METHODS, SIX, Kind, Local
+from fairvar_bench.cases import ALL, EPOCHS, METHODS, SIX, Kind, Local
 from fairvar_bench.contenders import OURS
 from fairvar_bench.run import BenchResult, BenchRow
 
 # Ratios to the loops are to be at least the bound; all other quantities at most.
-Quantity = Literal["bare", "naive", "central", "ms", "padding", "clients", "gigabytes"]
+Quantity = Literal["bare", "naive", "lean", "central", "ms", "padding", "clients", "gigabytes"]
 WORDS: dict[str, str] = {
     "bare": "× bare loop",
     "naive": "× naive loop",
+    "lean": "× lean loop",
     "central": "of central",
     "ms": "ms per round",
     "padding": "% of work on padding",
@@ -50,7 +51,7 @@ class Target:
 
     @property
     def at_least(self) -> bool:
-        return self.quantity in ("bare", "naive")
+        return self.quantity in ("bare", "naive", "lean")
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Verdict:
         """The case in few words."""
         t = self.target
         size = f"{t.model} {t.clients} × {t.samples}"
-        kind = "" if t.kind == "rounds" else f", {t.kind}"
+        kind = "" if t.kind in ("rounds", "epochs") else f", {t.kind}"
         return f"{size}, epoch{kind}" if t.local == "epoch" else size + kind
 
     @property
@@ -84,6 +85,7 @@ class Verdict:
 
 Bounds = dict[str, float]  # by method
 LINEAR, LENET, CNN = ("multinomial", 50, 16), ("lenet5", 50, 32), ("avgcnn", 50, 32)
+EPOCH_CNN = ("avgcnn", 50, 64)
 MOBILE = ("mobilenet_v2", 100, 32)
 CONVOLUTIONS: Bounds = dict.fromkeys(ALL, 1.0) | {"fedavg": 1.5, "fairloss*": 2.5}
 OF_CENTRAL: Bounds = {
@@ -117,6 +119,8 @@ TARGETS: tuple[Target, ...] = (
     *_targets("cpu", ("multinomial", MANY, 16), "clients", dict.fromkeys(ALL, 22.0)),
     *_targets("cpu", LINEAR, "bare", dict.fromkeys(SIX, 80.0), kind="grid"),
     *_targets("cpu", ("avgcnn", 1000, 50), "gigabytes", {"fedavg": 6}, "epoch", "memory"),
+    *_targets("cpu", EPOCH_CNN, "ms", {"fedavg": 2000}, "epoch", "epochs"),
+    *_targets("cpu", EPOCH_CNN, "lean", dict.fromkeys(EPOCHS.methods, 1.0), "epoch", "epochs"),
     *_targets("cuda", LENET, "bare", _four(75, 150, 60, 85)),
     *_targets("cuda", LENET, "naive", {"fedavg": 120}),
     *_targets("cuda", CNN, "bare", _four(30, 70, 30, 25)),

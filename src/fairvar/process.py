@@ -25,6 +25,7 @@ STOP_SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, 
 INTERRUPTED = 130  # exit code
 SECONDS_BETWEEN_LINES = 10.0
 Report = Callable[[int, int, str], None]  # (done, total, description)
+COMPILING = "compiling"  # a description that begins so is shown at once
 SHOW_CURSOR = "\r\x1b[K\x1b[?25h"  # a progress bar hides it
 
 
@@ -215,7 +216,8 @@ def _lines(title: str) -> Report:
     def report(done: int, total: int, what: str) -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last < SECONDS_BETWEEN_LINES and done < total:
+        waits = what.startswith(COMPILING)
+        if now - last < SECONDS_BETWEEN_LINES and done < total and not waits:
             return
         last = now
         spent = now - started

@@ -6,7 +6,10 @@ compiler makes of them is tested there (`benchmarks/heavy_gpu.py`).
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor, nn
 import fairvar as fv
 from checks import distance
 from fairvar.engine.kernels import compiled
+from fairvar.errors import BadInput
 from fairvar.models.zoo import Bottleneck
 
 # torch's own first use of forward-mode differentiation
@@ -41,6 +45,10 @@ def network(kind: str) -> nn.Module:
     group = kind.endswith("group norm")
     blocks = [Residual(3, 4, group), Residual(4, 6, group)]
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4))
+
+
+def small_network() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 4), nn.ReLU(), nn.Linear(4, 4))
 
 
 def federation() -> fv.Federation:
@@ -114,3 +122,78 @@ def test_what_does_not_compile_is_computed_without(monkeypatch: pytest.MonkeyPat
     assert len(warned) == 1
     expected = fv.train(net, data, fv.FedAvg(), engine="reference", **OPTIONS)
     assert max(distance(found, expected).values()) <= 1e-10
+
+
+@pytest.mark.parametrize("engine", ["reference", "blocked", "pooled"])
+def test_engines_that_compile_nothing_are_refused(engine: str) -> None:
+    with pytest.raises(BadInput, match=f'engine="{engine}" compiles nothing; with compile=True'):
+        fv.train(network("MobileNetV2"), federation(), fv.FedAvg(), 1, engine=engine, compile=True)
+
+
+def test_linear_models_say_that_nothing_is_compiled() -> None:
+    with pytest.warns(UserWarning, match="compile=True changes nothing: .* the linear path"):
+        fv.train("multinomial", federation(), fv.FedAvg(), 1, compile=True)
+
+
+def test_rounds_that_wait_for_the_compiler_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    fv.train(small_network(), federation(), fv.FedAvg(), compile=True, progress=True, **OPTIONS)
+    shown = re.findall(r"FedAvg: (\d)/2 \((compiling[^)]*)\)", capsys.readouterr().err)
+    assert [done for done, _ in shown] == ["0", "0"]
+    assert shown[0][1] == "compiling"  # the second shape takes about as long as the first
+    assert re.fullmatch(r"compiling, about \d+ s", shown[1][1])
+
+
+def test_a_stored_run_shows_them_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"data": {"name": "digits", "clients": 3, "samples": 60}, "model": {"name": "2nn"},
+              "train": {"rounds": 1, "compile": True}}  # fmt: skip
+    fv.run(config, out=tmp_path, progress=True)
+    assert ": 0/1 (compiling) after" in capsys.readouterr().err
+
+
+# -- the file with the compiler's cache ------------------------------------------------------------
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that torch would load without complaint."""
+    file = tmp_path / "cache"
+    file.write_bytes(b"code")
+    file.chmod(0o600)
+    monkeypatch.setenv(compiled.KEPT_IN, str(file))
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda content: content)
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"new", None))
+    return file
+
+
+def one_round() -> fv.History:
+    return fv.train(small_network(), federation(), fv.FedAvg(), 1, compile=True)
+
+
+def test_the_cache_is_read_and_written_for_the_user_alone(kept: Path) -> None:
+    one_round()
+    assert kept.read_bytes() == b"new"
+    assert kept.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_cache_that_others_can_write_is_refused(mode: int, kept: Path) -> None:
+    kept.chmod(mode)
+    with pytest.raises(BadInput, match="can be changed by other users, and it holds code"):
+        one_round()
+    assert kept.read_bytes() == b"code"
+
+
+def test_the_cache_of_another_user_is_refused(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: kept.stat().st_uid + 1)
+    with pytest.raises(BadInput, match="belongs to another user, and it holds code"):
+        one_round()
+
+
+def test_a_damaged_cache_is_one_warning(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setenv(compiled.KEPT_IN, str(kept))
+    with pytest.warns(UserWarning, match="is not used: it is damaged") as warned:
+        one_round()
+    assert len(warned) == 1
+    assert "Traceback" not in capfd.readouterr().err

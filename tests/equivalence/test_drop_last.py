@@ -52,3 +52,24 @@ def test_small_last_batches_of_batch_norm() -> None:
     ]
     assert all_batches[0] > 1000 * all_batches[1]
     assert whole[0] < 3 * whole[1]
+
+
+def test_second_derivatives_of_batch_norm_on_two_samples() -> None:
+    """Why FairGrad diverges there before FedAvg does. Two samples that differ by 2d are normalised
+    to ±d / √(d² + ε), whose second derivative −3 ε d / (d² + ε)^2.5 is as large as 1 / ε; that of
+    32 samples is about 1."""
+    norm = nn.BatchNorm1d(1, affine=False, dtype=torch.float64)
+
+    def bent(x: torch.Tensor) -> float:
+        """The second derivative of the last sample's output along that sample."""
+        x = x.requires_grad_()
+        slope = torch.autograd.grad(norm(x[:, None])[-1].sum(), x, create_graph=True)[0][-1]
+        return float(torch.autograd.grad(slope, x)[0][-1])
+
+    d = norm.eps**0.5 / 2
+    pair = bent(torch.tensor([-d, d], dtype=torch.float64))
+    # The sample moves d by half as much, and the mean not at all in the output.
+    assert pair == pytest.approx(-3 * norm.eps * d / (d**2 + norm.eps) ** 2.5 / 4, rel=1e-9)
+    assert abs(pair) > 0.1 / norm.eps
+    torch.manual_seed(0)
+    assert abs(bent(torch.randn(32, dtype=torch.float64))) < 10

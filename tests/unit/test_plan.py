@@ -29,12 +29,13 @@ CHANGES = ["train.lr=0.3", "train.rounds=51", "train.seed=2", "train.batch_size=
            "train.weight_decay=0.1", "train.momentum=0.9", "train.schedule.name='cosine'",
            "train.schedule={name='cosine', warm_up=5}", "train.schedule.warm_up=5",
            "train.schedule={name='step', decay=0.5}",
-           "train.engine='reference'", "train.precision='tf32'", "data.seed=1", "data.clients=11",
+           "train.engine='reference'", "train.precision='tf32'", "train.compile=true",
+           "data.seed=1", "data.clients=11",
            "data.fraction=0.5", "data.name='mnist_1000'", "partition.name='iid'",
            "model.name='2nn'", "method.strength=0.6", "method.exact=true", "method.name='fedavg'",
            "evaluate.every=5", "evaluate.local=false", "protocol='tables'"]  # fmt: skip
 SAME = ["name='other'", "data.root='/elsewhere'", "train.device='cuda:1'", "train.chunk=3",
-        "train.capture=false", "train.compile=true", "select.t=0", "select.m=7",
+        "train.capture=false", "train.compile=false", "select.t=0", "select.m=7",
         "select.unit='mixed'"]  # fmt: skip
 
 

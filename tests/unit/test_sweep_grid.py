@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from fairvar.cli import main
 from fairvar.engine.grid import Member
+from fairvar.engine.kernels import compiled
 from fairvar.engine.train import Checkpoint, run_rounds
 from fairvar.errors import BadInput
 from fairvar.files import pack_files, seal, unpack_files
@@ -382,7 +383,20 @@ def test_what_is_under_way_is_shown(tmp_path):
     meter.show(force=True)
     assert [text.split(", ", 2)[2] for text in shown] == ["75% of those under way",
                                                           "50% of those under way"]  # fmt: skip
-    assert list(meter.numbers) == [4, 12, 24, 4, 0, 0]
+    assert list(meter.numbers) == [4, 12, 24, 0, 4, 0, 0, 0]
+
+
+def test_a_worker_that_compiles_is_shown_at_once(tmp_path):
+    shown: list[str] = []
+    meter = sweep.Meter(plan().cells, tmp_path, lambda done, total, what: shown.append(what), 1)
+    pulse = sweep.Pulse(meter.numbers, 0, meter.show)
+    pulse.beat(1, 1, 2)
+    with compiled.told(pulse.compiling):
+        compiled.announce("compiling")
+    pulse.beat(1, 2, 2)
+    meter.show(force=True)
+    assert [text.split("; ")[0] == "compiling" for text in shown] == [False, True, False]
+    assert "compiling" not in shown[-1]
 
 
 def test_the_cost_is_that_of_groups(engine, tmp_path):

@@ -22,6 +22,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from fairvar.engine.history import History
+from fairvar.engine.kernels.compiled import with_compiling
 from fairvar.engine.state import State
 from fairvar.engine.trainer import STOP, Progress, Runs
 from fairvar.errors import BadInput, shown, unknown
@@ -152,7 +153,9 @@ class ProgressBar(Callback):
 
     def on_start(self, run: Training) -> None:
         self._open = ExitStack()
-        self._report = self._open.enter_context(progress_bar(run.method.label))
+        bar = self._open.enter_context(progress_bar(run.method.label))
+        shows = with_compiling(bar, run.done, run.rounds)
+        self._report = self._open.enter_context(shows)
 
     def on_round(self, run: Training) -> None:
         self._report(run.done, run.rounds, "rounds")

@@ -297,6 +297,8 @@ def prepare(
     path = choose_path(replace(run, method=method.shared), settings.engine)
     if path in ("pooled", "blocked", "vmapped") and wants_compiling(settings, run):
         run, path = replace(run, compiles=True), "vmapped"
+    elif settings.compile is True and not alone:
+        _compiles_nothing(settings.engine, path)
     return Prepared(run, path, path != "reference" and wants_capture(settings, run))
 
 
@@ -314,6 +316,14 @@ def wants_compiling(settings: TrainSettings, run: Run) -> bool:
     heavy = run.device.type == "cuda" and run.task.depthwise and not schedule.one_step
     pays = repays(settings.rounds, samples // run.clients, run.task.activations)
     return heavy and not run.method.uses_curvature and pays
+
+
+def _compiles_nothing(engine: str, path: str) -> None:
+    """Refuse `compile = True` beside an engine that has nothing to compile, or warn of it."""
+    if engine != "auto":
+        raise BadInput(f'engine="{engine}" compiles nothing; with compile=True give "vmapped" or '
+                       '"auto"')  # fmt: skip
+    warnings.warn(f"compile=True changes nothing: this run takes the {path} path", stacklevel=3)
 
 
 def wants_capture(settings: TrainSettings, run: Run) -> bool:

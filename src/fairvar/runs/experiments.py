@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fairvar.engine.history import History
+from fairvar.engine.kernels.compiled import told, with_compiling
 from fairvar.errors import BadInput, RunFailed
 from fairvar.process import Report, note, stop_signals
 from fairvar.process import progress as progress_bar
@@ -49,7 +50,12 @@ def run(
     folder = run_folder(settings, out)  # needs readable data
     check_writable(out)
     note(start_note(settings))
-    with _threads_as_before(), _shown(progress, settings.name) as report, stop_signals() as asked:
+    with (
+        _threads_as_before(),
+        _shown(progress, settings.name) as bar,
+        with_compiling(bar, 0, settings.train.rounds) as report,
+        stop_signals() as asked,
+    ):
         what = f"rounds of {settings.method.label}"
         run_cell(settings, out, Watch(lambda done, total: report(done, total, what), asked))
     if not is_complete(folder):
@@ -139,7 +145,8 @@ def sweep(
             train = cells[0].train
             note(crowding(workers, train.threads, train.device, os.cpu_count() or 1))
             if estimate and todo > MANY_RUNS:
-                cost = duration(project(groups, folder, workers))
+                with told(lambda text: report(0, len(cells), text)):
+                    cost = duration(project(groups, folder, workers))
                 note(f"{todo} runs to do: about {cost} with {workers} worker(s), from a few timed "
                      "rounds")  # fmt: skip
         if ray is not None:

@@ -45,10 +45,11 @@ RECORD = "identity"  # the key of an identity in a manifest
 PLACES = ("FAIRVAR_DATA", "FAIRVAR_CACHE", "XDG_CACHE_HOME")  # decide where data sets are found
 DEPLOYED_FILE = "federation.json"  # only deployed runs have this file
 NOT_IN_FINGERPRINT = ("name", "data.root", "model.weights", "train.device", "train.chunk",
-                      "train.capture", "train.compile", "select")  # fmt: skip
+                      "train.capture", "select")  # fmt: skip
 # Settings of later versions. With these values a run keeps the fingerprint that it had before.
 ADDED_LATER = {
     "train.precision": "full",
+    "train.compile": "auto",  # `true` gives other last bits everywhere; `false` see `_deciding`
     "train.schedule": {"name": "constant", "warm_up": 0, "every": 1, "least": 0.0},
     "train.drop_last": False,
     "train.weight_decay": 0.0,
@@ -185,6 +186,8 @@ def checkpoint_key(identity: Identity) -> dict[str, str]:
 def _deciding(config: Config, *without: str) -> dict[str, Any]:
     """The settings that change the numbers of a run, in canonical form."""
     values = config.to_dict()
+    if config.train.compile is False:  # as on every CPU by default
+        values["train"]["compile"] = "auto"
     for dotted in (*NOT_IN_FINGERPRINT, *without, *ADDED_LATER):
         *path, last = dotted.split(".")
         section = reduce(lambda d, k: d.get(k, {}), path, values)

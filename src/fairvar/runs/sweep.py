@@ -27,6 +27,7 @@ import torch
 from msgspec.structs import replace
 
 from fairvar import process
+from fairvar.engine.kernels.compiled import told
 from fairvar.errors import (
     BadInput,
     FairvarError,
@@ -35,7 +36,7 @@ from fairvar.errors import (
     RunFailed,
     explained,
 )
-from fairvar.process import INTERRUPTED, Report, stop_signals
+from fairvar.process import COMPILING, INTERRUPTED, Report, stop_signals
 from fairvar.runs import own
 from fairvar.runs.config import Config
 from fairvar.runs.formats import is_complete
@@ -56,6 +57,7 @@ MOST_RESTARTS = 3
 LONGEST_LINE = 4000  # bytes; writing that many to a pipe never blocks
 SECONDS_TO_END = 5.0  # for a worker without a parent to finish its round and save
 SPAWN = get_context("spawn")
+PULSE = 4  # numbers of a worker that its parent reads
 
 
 @dataclass(frozen=True)
@@ -175,38 +177,47 @@ class Meter:
         asked: Callable[[], bool] = lambda: False,
     ) -> None:
         self.cells, self.out, self.report, self.asked = cells, out, report, asked
-        self.started, self.shown = time.monotonic(), 0.0
-        self.numbers = SPAWN.RawArray("q", 3 * workers)
+        self.started, self.shown, self.compiling = time.monotonic(), 0.0, 0
+        self.numbers = SPAWN.RawArray("q", PULSE * workers)
 
     def show(self, force: bool = False) -> None:
-        now = time.monotonic()
-        if force or now - self.shown > 1.0:
+        now, compiling = time.monotonic(), sum(self.numbers[3::PULSE])
+        more, self.compiling = compiling > self.compiling, compiling
+        if force or more or now - self.shown > 1.0:
             self.shown = now
-            rounds, behind, total = (sum(self.numbers[i::3]) for i in range(3))
+            rounds, behind, total = (sum(self.numbers[i::PULSE]) for i in range(3))
             rate = f"{rounds / max(now - self.started, 1e-9):.3g} rounds/s"
             under_way = f", {behind / total:.0%} of those under way" if total else ""
             done = len(self.cells) - len(missing(self.cells, self.out))
             stop = "; stops after this round, at once if you ask again" if self.asked() else ""
-            self.report(done, len(self.cells), f"runs, {rate}{under_way}{stop}")
+            what = f"runs, {rate}{under_way}{stop}"
+            if compiling:
+                what = f"{COMPILING}; {what}" if more else f"{what}; {COMPILING}"
+            self.report(done, len(self.cells), what)
 
 
 class Pulse:
-    """What a worker has done, as three numbers that its parent reads: rounds since it started, and
-    rounds done and in all of the present group. A round of ten runs in one batch counts ten."""
+    """What a worker has done, as numbers that its parent reads: rounds since it started, rounds
+    done and in all of the present group, and whether it waits for the compiler. A round of ten runs
+    in one batch counts ten."""
 
     def __init__(self, numbers: Any, worker: int, after: Callable[[], None]) -> None:
-        self.numbers, self.place, self.after, self.last = numbers, 3 * worker, after, 0
+        self.numbers, self.place, self.after, self.last = numbers, PULSE * worker, after, 0
 
     def beat(self, runs: int, done: int, total: int) -> None:
         new = done - self.last if self.last else 1  # a resumed run starts at any round
         self.last = done
         rounds = self.numbers[self.place] + runs * new
-        self.numbers[self.place : self.place + 3] = rounds, runs * done, runs * total
+        self.numbers[self.place : self.place + PULSE] = rounds, runs * done, runs * total, 0
+        self.after()
+
+    def compiling(self, text: str) -> None:
+        self.numbers[self.place + 3] = 1
         self.after()
 
     def rest(self) -> None:
         self.last = 0
-        self.numbers[self.place + 1 : self.place + 3] = 0, 0
+        self.numbers[self.place + 1 : self.place + PULSE] = 0, 0, 0
 
 
 def work(
@@ -221,7 +232,8 @@ def work(
         if stopping():
             raise Interrupted("stopped between two runs; the same command continues")
         progress = partial(pulse.beat, len(missing(group, out)))
-        run_group(group, out, Watch(progress, stopping, save_every))
+        with told(pulse.compiling):
+            run_group(group, out, Watch(progress, stopping, save_every))
         pulse.rest()
 
 
@@ -232,7 +244,7 @@ class Task:
 
     groups: Sequence[dict[str, Any]]
     out: Path
-    numbers: Any  # shared; three for each worker's `Pulse`
+    numbers: Any  # shared; some for each worker's `Pulse`
     stop: Any  # shared byte: 1 asks all workers to save and stop
     workers: int
     save_every: int | None = None

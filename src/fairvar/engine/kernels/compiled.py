@@ -9,16 +9,20 @@ their own, with a mask of real samples and without one. (Masks in batch norm mak
 MobileNetV2 a fifth slower.) A round consists of as many calls as its active clients fill groups,
 and the last group repeats a client.
 
-`FAIRVAR_COMPILED=FILE` stores the compiler's cache in a file, for later processes and for other
-machines with the same GPU and torch: compiling then takes a fraction of the time.
+`FAIRVAR_COMPILED=FILE` keeps what the compiler made in a file, for later processes and for other
+machines with the same GPU and torch: compiling then takes a fraction of the time. The file holds
+code, so it is read only if nobody but the user can write to it.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +31,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from fairvar.errors import cause
-from fairvar.files import write_bytes
+from fairvar.errors import BadInput, RunFailed, cause
+from fairvar.files import open_regular, write_bytes
+from fairvar.process import COMPILING, Report
 
 BACKEND = "inductor"
 # Write out sums of up to 5 × 5 products: depthwise convolutions are then fused (models/plain.py).
@@ -40,7 +45,12 @@ MOST_TOGETHER = 32  # clients in a group
 PRICE, SAVED = 180.0, 4e-11
 
 _COMPILED: dict[object, Callable[..., Any] | None] = {}  # None: it does not compile
-_FAILED: set[object] = set()  # keys that failed to compile; not tried again in other shapes
+_FAILED: set[object] = set()  # what does not compile in one shape is not tried in another
+_SECONDS: dict[object, float] = {}  # that compiling took in another shape
+_LISTENERS: list[Callable[[str], object]] = []
+
+KEPT_IN = "FAIRVAR_COMPILED"  # the environment variable with the file of the compiler's cache
+LARGEST = 8 << 30  # bytes of it; that of MobileNetV2 has 84 MB
 
 
 def repays(rounds: int, samples: int, activations: int) -> bool:
@@ -51,6 +61,36 @@ def repays(rounds: int, samples: int, activations: int) -> bool:
 def group_width(clients: int) -> int:
     """Clients per call: the calls of a full round are of one size."""
     return math.ceil(clients / math.ceil(clients / MOST_TOGETHER))
+
+
+@contextmanager
+def told(listener: Callable[[str], object]) -> Iterator[None]:
+    """Within, `listener` is told before compiling: "compiling", or "compiling, about 40 s" where
+    the same was compiled in another shape."""
+    _LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(listener)
+
+
+def announce(text: str) -> None:
+    for listener in _LISTENERS:
+        listener(text)
+
+
+@contextmanager
+def with_compiling(report: Report, done: int, total: int) -> Iterator[Report]:
+    """A report of rounds that also says when they wait for the compiler."""
+    last = done, total
+
+    def rounds(done: int, total: int, what: str) -> None:
+        nonlocal last
+        last = done, total
+        report(done, total, what)
+
+    with told(lambda text: report(*last, text)):
+        yield rounds
 
 
 def of_group(
@@ -81,7 +121,13 @@ def _call(key: object, step: Callable[..., Any], group: Any, shared: Any) -> Any
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     shape = key, str(form), *((leaf.shape, leaf.dtype, leaf.device) for leaf in given)
     if shape not in _COMPILED:
+        _load()
+        before = _SECONDS.get(key)
+        announce(COMPILING if before is None else f"{COMPILING}, about {before:.0f} s")
+        started = time.monotonic()
         _COMPILED[shape] = _compile(step, leaves, form, given)
+        _SECONDS[key] = time.monotonic() - started
+        _save()
     compiled = _COMPILED[shape]
     if compiled is None:
         _FAILED.add(key)
@@ -98,10 +144,7 @@ def _compile(
         filled = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return step(*pytree.tree_unflatten(filled, form))
 
-    kept = os.environ.get("FAIRVAR_COMPILED")
     try:
-        if kept and not _COMPILED and Path(kept).exists():
-            torch.compiler.load_cache_artifacts(Path(kept).read_bytes())
         with torch.no_grad():
             graph = make_fx(flat, tracing_mode="real")(*given)
             graph.graph.eliminate_dead_code()
@@ -111,17 +154,61 @@ def _compile(
                 graph, fullgraph=True, dynamic=False, backend=BACKEND, options=options
             )
             compiled(*given)
-        made = torch.compiler.save_cache_artifacts() if kept else None
-        if kept and made is not None:
-            write_bytes(Path(kept), made[0])
-    except Exception as error:  # of make_fx, the compiler or its tools
+    except Exception as error:  # of the recorder, the compiler or the tools that it starts
         warnings.warn(f"local steps are computed without compiling them: {cause(error)}",
                       stacklevel=2)  # fmt: skip
         return None
     return compiled
 
 
+# -- the compiler's cache --------------------------------------------------------------------------
+def _load() -> None:
+    """What earlier processes compiled, once per process. A damaged file only warns."""
+    name = os.environ.get(KEPT_IN)
+    if not name or _COMPILED or not Path(name).exists():
+        return
+    content, log = _read(Path(name)), logging.getLogger("torch.compiler._cache")
+    quiet, log.disabled = log.disabled, True  # it would show a traceback
+    try:
+        found, why = torch.compiler.load_cache_artifacts(content), "it is damaged"
+    except Exception as error:
+        found, why = None, cause(error)
+    finally:
+        log.disabled = quiet
+    if found is None:
+        warnings.warn(f"{KEPT_IN} = {name} is not used: {why}", stacklevel=2)
+
+
+def _read(path: Path) -> bytes:
+    """The file's bytes. They are run as code, so others must not be able to write them."""
+    try:
+        with open_regular(path, LARGEST) as file:
+            facts = os.fstat(file.fileno())
+            if hasattr(os, "getuid") and facts.st_uid != os.getuid():
+                raise BadInput(f"{KEPT_IN} = {path} belongs to another user, and it holds code "
+                               "that would be run; name a file of your own")  # fmt: skip
+            if facts.st_mode & 0o022 and os.name == "posix":
+                raise BadInput(f"{KEPT_IN} = {path} can be changed by other users, and it holds "
+                               f"code that would be run: chmod go-w {path}")  # fmt: skip
+            return file.read()
+    except OSError as error:
+        raise BadInput(f"{KEPT_IN} = {path} cannot be read: {error.strerror or error}") from None
+
+
+def _save() -> None:
+    name = os.environ.get(KEPT_IN)
+    made = torch.compiler.save_cache_artifacts() if name else None
+    if not name or made is None:
+        return
+    try:
+        write_bytes(Path(name), made[0])
+        Path(name).chmod(0o600)
+    except (RunFailed, OSError) as error:
+        warnings.warn(f"{KEPT_IN} = {name} is not written: {cause(error)}", stacklevel=2)
+
+
 def forget() -> None:
     """Free the compiled graphs of this process."""
     _COMPILED.clear()
     _FAILED.clear()
+    _SECONDS.clear()
