@@ -24,7 +24,7 @@ from fairvar.engine.train import train
 from fairvar.methods import FairGrad
 from fairvar.methods.catalogue import catalogue
 from fairvar.process import progress, stop_signals
-from fairvar.report import compare, files, result_tables, style
+from fairvar.report import compare, files, result_tables, style, written
 from fairvar.report.table import MISSING, UNDEFINED, Estimate, to_rich
 from fairvar.runs import archive, batch, config, identity, own, plan, results, runner, select, store
 from fairvar.scores import ACCURACY, recorded_metric
