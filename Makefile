@@ -35,13 +35,15 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/pytest -n auto -m "not deployment"
 
-# Ray takes a quarter of a gigabyte, so only this target installs it; and what builds the wheel.
+# Ray takes a quarter of a gigabyte, and so do TensorBoard and flwr-datasets together, so only this
+# target installs them; and what builds the wheel. Tests skip what is not installed: hence the import.
 $(READY_RAY): $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[simulation,release]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[simulation,release,tensorboard,flwr-datasets]"
+	$(BIN)/python -c "import datasets, flwr_datasets, tensorboard"
 	@touch $@
 
 deploy: $(READY_RAY)
-	$(BIN)/pytest -m deployment tests/flower tests/unit/test_cluster.py tests/wheel
+	$(BIN)/pytest -m "deployment or extra" tests/flower tests/unit/test_cluster.py tests/unit/test_callbacks.py tests/unit/test_own_data.py tests/wheel
 
 # What the site needs is not part of `dev`: no test uses it.
 $(READY_DOCS): $(READY)

@@ -12,17 +12,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from fairvar.deploy.personal import ROUNDS
-from fairvar.runs.serialize import load_tensors
 from torch import Tensor, nn
 
 import fairvar as fv
 from fairvar.data import quadratics
-from fairvar.deploy.client import Agreement
+from fairvar.deploy.client import ROUNDS, Agreement
 from fairvar.deploy.guard import FederationSettings
 from fairvar.deploy.run import LocalTransport, federate, local_clients
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.methods import Replies
+from fairvar.runs.formats import load_tensors
 from fairvar.testing import federation
 
 # -- the paper's eight, and their options ----------------------------------------------------------

@@ -46,6 +46,7 @@ from fairvar.methods import (
 from fairvar.metrics import Fairness, fairness
 from fairvar.models import MODELS, check_model
 from fairvar.report.compare_in_python import Comparison, compare
+from fairvar.report.report_in_python import Report, write_report
 from fairvar.runs.experiments import Sweep, run, sweep
 from fairvar.runs.stored import load
 from fairvar.scores import METRICS, Metric
@@ -55,9 +56,9 @@ __all__ = [
     "BadInput", "Callback", "ClientData", "Comparison", "Dataset", "Dirichlet", "Ditto",
     "EarlyStopping", "FairGrad", "FairLoss", "Fairness", "FairvarError", "FedAvg", "FedEBA",
     "FedFV", "FedMGDA", "FedProx", "Federation", "History", "IntegrityError", "LrSchedule",
-    "Method", "Metric", "Natural", "NewClients", "ProgressBar", "PropFair", "RunFailed",
+    "Method", "Metric", "Natural", "NewClients", "ProgressBar", "PropFair", "Report", "RunFailed",
     "SemiVRed", "ServerOptimiser", "Shards", "State", "Superquantile", "Sweep", "TensorBoard",
     "Training", "__version__", "build_federation", "check_model", "compare", "fairness", "load",
     "load_federation", "metrics", "new_clients", "objectives", "register", "run", "sweep",
-    "theory", "train",
+    "theory", "train", "write_report",
 ]  # fmt: skip

@@ -34,12 +34,15 @@ class Metric:
 
     The function gets torch tensors with the samples first, on the device of the run, and gives a
     number or a tensor of one element; NaN where the score is not defined. `bounds` are the smallest
-    and the largest score, such as (0, 1), which is shown in percent; None: it has no bounds.
+    and the largest score, such as (0, 1), which is shown in percent; None: it has no bounds. A plain
+    function in place of a Metric is Metric(function): higher is better, without bounds.
     """
 
-    function: Callable[[Any, Any], Any] | None = field(repr=False)  # None: follows from the loss
+    # None: follows from the loss, or was read from a file. Metrics are equal by name and facts, so
+    # that a stored history and its continuation can be joined and compared.
+    function: Callable[[Any, Any], Any] | None = field(repr=False, compare=False)
     name: str = field(default="", kw_only=True)  # by default that of the function
-    higher_is_better: bool = field(kw_only=True)
+    higher_is_better: bool = field(default=True, kw_only=True)
     bounds: tuple[float, float] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -51,7 +54,7 @@ class Metric:
         if not (
             isinstance(name, str) and name.isidentifier() and name.isascii() and len(name) < 41
         ):
-            raise BadInput(f"metric name {shown(name)}: give letters, digits and _, as in my_score")
+            raise BadInput(f"metric name {shown(name)}: give name=, of letters, digits and _")
         if not isinstance(self.higher_is_better, bool):
             raise BadInput(f"metric {name}: higher_is_better must be True or False")
         object.__setattr__(self, "name", name)
@@ -146,19 +149,20 @@ def _checked_bounds(name: str, bounds: Any) -> tuple[float, float]:
 
 
 def metric_of(given: object) -> Metric:
-    """A metric, by name, by "package.module:attribute", or as it is."""
+    """A metric, by name, by "package.module:attribute", as it is, or of a function, whose scores are
+    then better the higher they are."""
     if isinstance(given, str) and given in METRICS:
         return METRICS[given]
     if isinstance(given, str) and ":" in given:
         given = _imported(given)
+    if callable(given) and not isinstance(given, Metric):
+        given = Metric(given)
     if isinstance(given, Metric):
-        if given.name in (*METRICS, *TAKEN) and given != METRICS.get(given.name):
+        known = METRICS.get(given.name, given)
+        if given.name in TAKEN or given != known or given.function is not known.function:
             raise BadInput(f"metric name {given.name!r} is taken; give the function another name")
         return given
-    if callable(given):
-        raise BadInput("metric: say which scores are better, as in "
-                       "fv.Metric(function, higher_is_better=True)")  # fmt: skip
-    raise unknown("metric", given, [*METRICS, "a Metric", "package.module:metric"])
+    raise unknown("metric", given, [*METRICS, "a function", "package.module:metric"])
 
 
 def _imported(text: str) -> object:

@@ -173,6 +173,7 @@ def test_bad_early_stopping_is_refused() -> None:
 
 
 # -- TensorBoard -----------------------------------------------------------------------------------
+@pytest.mark.extra
 def test_tensorboard_gets_the_scores(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -76,6 +76,27 @@ def test_tables_that_cannot_be_used(text: str, more: dict, message: str, tmp_pat
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("form", [dict, lambda parts: tuple(parts.values())])
+def test_several_inputs_are_split_together(form) -> None:
+    rows = np.arange(20)
+    parts = {"note": np.stack([rows, rows], 1), "values": rows[:, None] / 2}
+    found = fv.ClientData.from_arrays(form(parts), rows.astype(np.float32))
+    assert repr(found) == "<ClientData: 16 train, 2 valid, 2 test>"
+    federation = found.federation()
+    (note, values), y = [*federation.train.of(0)[0].values()] if form is dict else (
+        federation.train.of(0)[0]), federation.train.y  # fmt: skip
+    assert note[:, 0].tolist() == (2 * values[:, 0]).tolist() == y.tolist()
+    with pytest.raises(fv.BadInput, match=r"x has shape \(19, 1\) and y \(20,\)"):
+        fv.ClientData.from_arrays({**parts, "values": parts["values"][1:]}, rows)
+    with pytest.raises(fv.BadInput, match="several inputs; scale them"):
+        found.scaled()
+
+
+def test_a_short_repr() -> None:
+    data = fv.ClientData((np.zeros((500, 9)), np.zeros(500)), name="berlin")
+    assert repr(data) == "<ClientData berlin: 500 train>"
+
+
 def test_what_is_no_data(tmp_path: Path) -> None:
     with pytest.raises(fv.BadInput, match="cannot be read as a CSV file: No such file"):
         fv.ClientData.from_csv(tmp_path / "none.csv", "ill")

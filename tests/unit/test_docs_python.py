@@ -17,7 +17,7 @@ def test_the_page_runs(
     monkeypatch.chdir(tmp_path)
     session: dict[str, object] = {"__name__": "page"}
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.S)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), session)
     told = capsys.readouterr().out

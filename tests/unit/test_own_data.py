@@ -270,6 +270,7 @@ def hugging_face() -> Any:
          "site": ["b", "a", "b", "a"]}, features=features)  # fmt: skip
 
 
+@pytest.mark.extra
 def test_hugging_face_data_sets_are_clients():
     whole = hugging_face()
     parts = [whole.select([0, 2]), whole.select([1, 3])]
@@ -284,6 +285,7 @@ def test_hugging_face_data_sets_are_clients():
             fv.Federation.from_datasets(parts, **wrong)
 
 
+@pytest.mark.extra
 def test_partitions_of_flwr_datasets_are_clients():
     partitioner = pytest.importorskip("flwr_datasets.partitioner").NaturalIdPartitioner("site")
     partitioner.dataset = hugging_face()
@@ -431,7 +433,9 @@ def test_clinics_need_a_client():
 
 
 # -- the pages -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["data.md", "new_clients.md"])
+@pytest.mark.parametrize("name", [
+    pytest.param("data.md", marks=pytest.mark.extra), "new_clients.md",
+])  # fmt: skip
 def test_the_code_of_the_page_works(name, tmp_path: Path, monkeypatch, capsys):
     """Also the blocks that need Hugging Face `datasets`, where it is installed."""
     monkeypatch.chdir(tmp_path)

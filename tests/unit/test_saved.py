@@ -176,6 +176,19 @@ def test_only_a_continuation_can_be_joined() -> None:
         first + 3  # type: ignore[operator]
 
 
+def share_right(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(1) == targets).double().mean()
+
+
+def test_a_loaded_history_of_an_own_metric_is_joined_and_compared(tmp_path: Path) -> None:
+    first = trained(fv.FedAvg(), metric=share_right)
+    first.save(tmp_path / "first")
+    loaded = fv.load(tmp_path / "first")
+    rest = trained(fv.FedAvg(), 6, state=loaded, metric=share_right)
+    assert (loaded + rest).score["test", "global"].shape[0] == 3
+    assert fv.compare({"loaded": loaded, "trained": first}).paired["trained"].accuracy.value == 0
+
+
 def test_fewer_rounds_than_done_say_so() -> None:
     first = trained(fv.FedAvg())
     for rounds in (3, 4):

@@ -205,10 +205,10 @@ def half(outputs: object, targets: object) -> float:
 def test_bad_metrics_are_refused_in_one_line() -> None:
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: metric_of("acuracy"), "did you mean 'accuracy'"),
-        (lambda: metric_of(half), "higher_is_better"),
+        (lambda: metric_of(lambda outputs, targets: 0.5), "give name="),
         (lambda: metric_of(3), "unknown metric 3"),
         (lambda: metric_of("no.such.module:auc"), "cannot be imported"),
-        (lambda: metric_of("fairvar.scores:auc"), "higher_is_better"),  # a function
+        (lambda: metric_of("fairvar.scores:rmse"), "is taken"),  # as if higher were better
         (lambda: metric_of(fv.Metric(half, name="auc", higher_is_better=True)), "is taken"),
         (lambda: metric_of(fv.Metric(half, name="variance", higher_is_better=True)), "is taken"),
         (lambda: fv.Metric(3, name="x", higher_is_better=True), "give a function"),  # type: ignore[arg-type]
@@ -229,6 +229,10 @@ def test_bad_metrics_are_refused_in_one_line() -> None:
 def test_a_metric_is_named_after_its_function_and_found_by_its_place() -> None:
     assert fv.Metric(half, higher_is_better=True).name == "half"
     assert metric_of("fairvar.scores:ACCURACY") == METRICS["accuracy"]
+
+
+def test_of_a_plain_function_higher_scores_are_better() -> None:
+    assert metric_of(half) == fv.Metric(half, name="half", higher_is_better=True, bounds=None)
 
 
 # -- the manual ------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import os
 import re
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +13,10 @@ import pytest
 import torch
 
 import fairvar as fv
+from checks import distance
 from fairvar.data import sources
 from fairvar.data.readers import text
+from fairvar.data.sources import SOURCES
 from fairvar.errors import IntegrityError
 from fairvar.models import LSTM, Transformer, build, check_model
 from fairvar.runs.plan import Plan
@@ -21,6 +25,15 @@ from fairvar.runs.stored import StoredRun
 
 ROOT = Path(__file__).parents[2]
 WORDS = ("sun", "moon", "king", "rose", "sword", "night", "day", "crown")
+
+
+@pytest.fixture
+def real() -> Path:
+    """The folder of the real text, where it is."""
+    folder = Path(os.environ.get("FAIRVAR_DATA", ROOT.parent / "shared" / "data")) / "shakespeare"
+    if not folder.is_dir():
+        pytest.skip("../shared/data/shakespeare is not there")
+    return folder
 
 
 def speech(role: str, characters: int, seed: int) -> str:
@@ -132,6 +145,38 @@ def test_the_sweep_on_a_tiny_text(play: Path, tmp_path: Path) -> None:
         counts = table * history.samples["test"]
         assert torch.allclose(counts, counts.round())
         assert history.rounds == 2
+
+
+def test_the_real_text(real: Path) -> None:
+    data = sources.load("shakespeare", real)
+    assert data.sha256 == SOURCES["shakespeare"].sha256
+    names, windows = np.unique(data.groups, return_counts=True)  # type: ignore[arg-type]
+    assert (len(names), windows.min(), windows.max(), windows.sum()) == (99, 32, 589, 14_387)
+    assert names[windows.argmax()] == "GLOUCESTER"
+    assert (data.y >= 0).sum() == 917_361
+    plays = fv.load_federation("shakespeare", 99, fv.Natural(), root=real)
+    assert {part: len(split.y) for part, split in plays.splits.items()} == {
+        "train": 11_605, "valid": 1391, "test": 1391}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["lstm", "transformer"])
+def test_models_of_text_are_the_same_in_kernel_and_reference(name: str, real: Path) -> None:
+    some = fv.load_federation("shakespeare", 3, fv.IID(), root=real, samples=24)
+    found, expected = (
+        fv.train(name, some, fv.FedAvg(), 2, 0.3, batch_size=3, local_steps=2, momentum=0.9,
+                 dtype=torch.float64, engine=engine, evaluate_every=2)
+        for engine in ("vmapped", "reference")
+    )  # fmt: skip
+    assert max(distance(found, expected).values()) <= 1e-10
+
+
+@pytest.mark.slow
+def test_the_example_runs(real: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["shakespeare.py", "--rounds", "1", "--root", str(real)])
+    runpy.run_path(str(ROOT / "examples" / "shakespeare.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "99 clients" in said
+    assert len(re.findall(r"accuracy: mean 0\.\d+, worst role 0\.\d+", said)) == 3
 
 
 def test_the_code_of_the_page_runs() -> None:

@@ -117,9 +117,20 @@ def test_configurations_are_in_the_wheel(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_researchers_walk(run: Run, tmp_path: Path) -> None:
-    """examples/researcher.py: own data, own model, compare, save, continue."""
-    (tmp_path / "researcher.py").write_bytes((EXAMPLES / "researcher.py").read_bytes())
-    assert "done" in run(tmp_path, "python", "researcher.py")
+    """examples/researcher.py: own data, own model, own metric, compare, save, load, continue."""
+    source = (EXAMPLES / "researcher.py").read_bytes()
+    for step in (b"from_arrays(", b"nn.Sequential(", b"fv.Metric(", b"fv.compare(", b".save(",
+                 b"fv.load(", b"state=loaded", b"loaded + later"):  # fmt: skip
+        assert step in source
+    (tmp_path / "researcher.py").write_bytes(source)
+    said = run(tmp_path, "python", "researcher.py")
+    assert "Compared with FedAvg" in said
+    assert "mean faults found (points)" in said
+    assert "loaded <History: TERM, 60 rounds, 12 clients>" in said
+    assert "continued to round 120" in said
+    assert said.endswith("done\n")
+    written = {path.name for path in (tmp_path / "study").iterdir()}
+    assert {"table.md", "differences.csv", "client_accuracies.png", "term.fairvar"} <= written
 
 
 def test_the_method_authors_walk(run: Run, tmp_path: Path) -> None:

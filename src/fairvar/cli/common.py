@@ -31,9 +31,7 @@ from fairvar.errors import plain, shown, suggestion, unknown
 
 if TYPE_CHECKING:
     from fairvar.cli import library
-    from fairvar.runs.config import Config
     from fairvar.runs.results import Rule
-    from fairvar.runs.select import Criterion
 
     lib = library
 else:
@@ -139,13 +137,7 @@ class Selection:
 
     def rule(self, model: str | None = None) -> Rule:
         """By the model that a run's protocol is about, unless one is named."""
-
-        def rule(config: Config) -> Criterion:
-            chosen: Any = model or config.select.model
-            return lib.select.Criterion(t=self.t, m=self.m, unit=self.unit, model=chosen)  # type: ignore[arg-type]
-
-        rule(lib.config.Config())  # bad options are refused before anything is read
-        return rule
+        return lib.report_in_python.rule_of(model, self.t, self.unit, self.m)
 
 
 @contextmanager

@@ -209,15 +209,12 @@ def report(
         title: heading of the page.
     """
     lib.load_plugin(plugin)
-    target, rule = out or folder / "report", (selection or Selection()).rule(model)
-    with lib.progress("report") as progress:
-        progress(0, 1, "reading runs")
-        groups = lib.results.gather(folder, rule=rule, model=model)
-        lib.formats.check_writable(target)  # bad input must write nothing
-        heading = title or f"fairvar: {groups[0].config.name}"
-        tables, files = lib.files.write_report(groups, target, heading)
-        progress(1, 1, "done")
-    show_report(tables, files, json)
+    chosen = selection or Selection()
+    found = lib.report_in_python.write_report(
+        folder, out=out, title=title, model=model, t=chosen.t, unit=chosen.unit, m=chosen.m,
+        progress=True,
+    )  # fmt: skip
+    show_report(found.tables, found.files, json)
 
 
 @app.command

@@ -3,13 +3,16 @@
 fv.ClientData.from_csv("ward.csv", target="ill")         a table with a header
 fv.ClientData.from_arrays(x, y, name="berlin")           arrays, split here
 fv.ClientData(train=(x, y), test=(x_test, y_test))       arrays that are split already
+
+x may be a tuple or dict of arrays, for models with several inputs.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from fairvar.errors import BadInput, shown
 Pair = tuple[Any, Any]  # x with one row per sample, and y
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ClientData:
     """Whole numbers from 0 in y are classes, floats are targets of a regression. `name` is the
     client's in messages and tables: the name of the site."""
@@ -32,6 +35,10 @@ class ClientData:
     valid: Pair | None = None
     test: Pair | None = None
     name: str = ""
+
+    def __repr__(self) -> str:
+        held = ", ".join(f"{len(y)} {part}" for part, (_, y) in self._parts().items())
+        return f"<ClientData{self.name and ' ' + self.name}: {held}>"
 
     @classmethod
     def from_arrays(
@@ -45,14 +52,19 @@ class ClientData:
     ) -> ClientData:
         """Split at random into the shares of train, valid and test; the same seed gives the same
         parts again, which a node needs because it reads its data more than once."""
-        x, y = np.asarray(x), np.asarray(y)
-        if x.ndim == 0 or y.ndim == 0 or len(x) != len(y) or not len(y):
-            raise BadInput(f"x has shape {x.shape} and y {y.shape}; give a row of x and an element "
-                           "of y for every sample")  # fmt: skip
+        x, y = _each(np.asarray, x), np.asarray(y)
+        for given in x.values() if isinstance(x, dict) else x if isinstance(x, tuple) else [x]:
+            if given.ndim == 0 or y.ndim == 0 or len(given) != len(y) or not len(y):
+                raise BadInput(f"x has shape {given.shape} and y {y.shape}; give a row of x and an "
+                               "element of y for every sample")  # fmt: skip
         valid, test = held_out_counts(len(y), split[1], split[2])
         rows = rng.stream(seed, "split", 0).permutation(len(y))
         parts = np.split(rows, [len(y) - valid - test, len(y) - test])
-        found = {part: (x[at], y[at]) for part, at in zip(SPLITS, parts, strict=True) if len(at)}
+        found = {
+            part: (_each(itemgetter(at), x), y[at])
+            for part, at in zip(SPLITS, parts, strict=True)
+            if len(at)
+        }
         return cls(**found, name=name)
 
     @classmethod
@@ -90,6 +102,8 @@ class ClientData:
         """(x − mean) / sd. Give numbers that all clients agree on, one or one per column. Without
         them they are those of this client's training samples, which hides differences between
         clients that a common model may need."""
+        if isinstance(self.train[0], tuple | dict):
+            raise BadInput("scaled: x has several inputs; scale them before you give them")
         x = np.asarray(self.train[0], dtype=np.float64)
         mean = x.mean(0) if mean is None else np.asarray(mean)
         sd = x.std(0) if sd is None else np.asarray(sd)
@@ -144,6 +158,13 @@ def read_table(
             raise BadInput(f"{path}, line {line}: {target} is {shown(row[target])}; the labels are "
                            f"{', '.join(labels)}")  # fmt: skip
     return np.array(x, dtype=np.float32), np.array([number[row[target]] for _, row in rows])
+
+
+def _each(function: Callable[[Any], Any], x: Any) -> Any:
+    """Of the one array, or of each of several."""
+    if isinstance(x, dict):
+        return {name: function(part) for name, part in x.items()}
+    return tuple(map(function, x)) if isinstance(x, tuple) else function(x)
 
 
 def _floats(y: Any) -> Any:

@@ -108,8 +108,8 @@ class EvaluateSettings(Checked, frozen=True, kw_only=True):
     every: Count = 10
     splits: tuple[Literal["train", "valid", "test"], ...] = ("valid", "test")
     local: bool = True  # evaluate local models as well as the global one
-    # The clients' score: a name, "package.module:metric" or, in Python, a Metric. None: accuracy
-    # for labels, the loss otherwise.
+    # Of each client: a name, "package.module:metric" or, in Python, a function or Metric. None: the
+    # accuracy of labels, the loss where there are none.
     metric: Any = None
 
     def check(self) -> None:

@@ -94,7 +94,7 @@ class Task:
         module = self.original
         shapes = tuple((k, v.shape, v.dtype) for k, v in self.params.items())
         known = repr(module) if repr_is_complete(module) else id(module)
-        return known, shapes, self.loss, self.metric
+        return known, shapes, self.loss, self.metric, self.metric.function
 
     def sample_losses(self, params: Tree, buffers: Tree, batch: Batch) -> tuple[Tensor, Tree]:
         """Training mode: the loss of every sample and the buffers after this batch."""

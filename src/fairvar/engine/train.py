@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
@@ -85,7 +85,7 @@ def train(
     evaluate_every: int = 10,
     evaluate_splits: tuple[str, ...] = ("valid", "test"),
     evaluate_local: bool = True,
-    metric: str | Metric | None = None,
+    metric: str | Metric | Callable[[Any, Any], Any] | None = None,
     clip_norm: float | None = None,
     weight_decay: float = 0.0,
     momentum: float = 0.0,
@@ -117,9 +117,10 @@ def train(
     evaluate_every: evaluate all clients after every so many rounds, and after the last.
     metric: by which clients are scored: "accuracy" (of labels, the default), "balanced_accuracy",
     "auc", "f1", "rmse", "r2", "loss" (the default of other targets), "perplexity", or a function of
-    one client's outputs and targets: Metric(function, higher_is_better=True).
-    clip_norm: clip each client's direction to this norm (off by default); as in torch, before
-    weight decay, momentum and the proximal term of FedProx are added.
+    one client's outputs and targets, of which higher is better. Where lower is better, or scores
+    have bounds: Metric(function, higher_is_better=False, bounds=(0, 1)).
+    clip_norm: cut each client's direction to this norm (off by default); as in torch, before weight
+    decay and momentum (and before the proximal term of FedProx) are added.
     weight_decay, momentum: those of `torch.optim.SGD` in local steps. Momentum starts from zero in
     every round, so it changes nothing where a client takes one step.
     server: the server's optimiser, such as ServerOptimiser("sgd", beta1=0.9) (FedAvgM) or

@@ -52,7 +52,7 @@ def run(
     note(start_note(settings))
     with (
         _threads_as_before(),
-        _shown(progress, settings.name) as bar,
+        shown_if(progress, settings.name) as bar,
         with_compiling(bar, 0, settings.train.rounds) as report,
         stop_signals() as asked,
     ):
@@ -138,7 +138,7 @@ def sweep(
     check_writable(folder)
     note(start_note(cells[0]) if cells else None)
     todo = len(missing(cells, folder))
-    with _threads_as_before(), _shown(progress, plan.name) as report:
+    with _threads_as_before(), shown_if(progress, plan.name) as report:
         if todo and shard is None:  # not earlier: it prepares one run of each kind
             groups = arrange(plan.cells, batch)
         if cells and ray is None:
@@ -169,7 +169,7 @@ def duration(seconds: float) -> str:
 
 
 @contextmanager
-def _shown(progress: bool, title: str) -> Iterator[Report]:
+def shown_if(progress: bool, title: str) -> Iterator[Report]:
     quiet: Report = lambda done, total, what: None  # noqa: E731
     with progress_bar(title) if progress else nullcontext(quiet) as report:
         yield report

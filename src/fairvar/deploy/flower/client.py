@@ -44,6 +44,7 @@ from fairvar.deploy.client import Message as Plain
 from fairvar.deploy.flower.setup import (
     OWN_DATA,
     SECURE,
+    Inputs,
     Model,
     SecureSettings,
     Setup,
@@ -167,10 +168,26 @@ def node_data(setup: Setup, found: ClientData) -> Federation:
         raise BadInput(f"the function `data` of the app reads own data, but the run says data = "
                        f'"{setup.config.data.name}"; set data = "{OWN_DATA}"')  # fmt: skip
     federation = found.federation(setup.agreed.classes)
-    if federation.input_shape != setup.agreed.input_shape:
+    if setup.inputs:
+        _check_inputs(setup.inputs, federation.train.x)
+    elif federation.input_shape != setup.agreed.input_shape:
         raise BadInput(f"samples have shape {federation.input_shape}, the run expects "
                        f"{setup.agreed.input_shape} (input-shape)")  # fmt: skip
     return federation
+
+
+def _check_inputs(expected: Inputs, x: Any) -> None:
+    several = x if isinstance(x, dict) else {}
+    found = {name: (tuple(part.shape[1:]), not part.is_floating_point())
+             for name, part in several.items()}  # fmt: skip
+    if found != expected:
+        raise BadInput(f"samples have inputs {_described(found) or '(one, or without names)'}, the "
+                       f"run expects {_described(expected)} (input-shape)")  # fmt: skip
+
+
+def _described(inputs: Inputs) -> str:
+    return ", ".join(f"{name} {shape}{' of int' * whole}"
+                     for name, (shape, whole) in sorted(inputs.items()))  # fmt: skip
 
 
 # -- mods ------------------------------------------------------------------------------------------

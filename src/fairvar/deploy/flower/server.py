@@ -295,7 +295,7 @@ def _further_settings(setup: Setup) -> dict[str, object]:
         "privacy": setup.privacy,
         "secure": setup.secure,
         "start": None if setup.start is None else StoredRun.open(setup.start).manifest["sha256"],
-        "data": (agreed.input_shape, agreed.classes) if setup.own_data else None,
+        "data": (setup.inputs or agreed.input_shape, agreed.classes) if setup.own_data else None,
         "model": outline if setup.own_model else None,
         **({} if bounds is None else {"defences": bounds}),
         **({} if agreed.loss == setup.config.model.loss else {"loss": _name(agreed.loss)}),

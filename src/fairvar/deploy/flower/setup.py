@@ -32,6 +32,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from fairvar.data.federation import Split
 from fairvar.data.sources import OWN
 from fairvar.deploy.client import Agreement, is_additive
 from fairvar.deploy.guard import OFF, FederationSettings, check_average
@@ -46,6 +47,8 @@ from fairvar.validation import Checked, NonNegative, Positive
 # The same architecture on the server and on every node; with a loss, unless the configuration
 # names it.
 Model = Callable[[], nn.Module | tuple[nn.Module, str | LossFunction]]
+# Of several inputs: the shape of one sample, and whether it holds integers.
+Inputs = dict[str, tuple[tuple[int, ...], bool]]
 S = TypeVar("S", bound=Checked)
 SECURE = "secure-aggregation"
 OWN_DATA = "own"
@@ -125,7 +128,8 @@ class Setup:
     start: Path | None
     model: Model | None  # the app's; None: that of the configuration
     own_data: bool  # nodes train on their own data, which the server does not know
-    input_shape: tuple[int, ...]  # of own data, as are the classes
+    input_shape: tuple[int, ...]  # of own data, as are the classes; of the first of several inputs
+    inputs: Inputs  # of own data with several inputs; otherwise empty
     classes: int | None
     sites: tuple[str, ...]  # names of the clients; empty: they have numbers only
     folder: Path | None  # of the data of simulated sites
@@ -142,6 +146,8 @@ class Setup:
         if not self.own_data:
             data = federation_of(config)
             shape, classes, like = data.input_shape, data.classes, data.train.blank(4)
+        elif self.inputs:
+            like = _blank(self.inputs, classes)
         loss: str | LossFunction = config.model.loss
         if self.model is None:
             made: Any = initial_model(config, shape, classes or 1)
@@ -196,7 +202,8 @@ def read_setup(
     elif masked is not None:
         raise BadInput(f"secure.* is given without {SECURE} = true")
     check_average(rules, config.method)
-    classes, shape = run_config.get("classes"), _shape(texts["input-shape"]) if own else ()
+    classes, inputs = run_config.get("classes"), _inputs(texts["input-shape"]) if own else {}
+    shape = next((shape for shape, _ in inputs.values()), ())
     if own and (type(classes) is not int or classes < 0):
         raise BadInput(f"classes = {classes!r}: own data need their number of classes, or 0 for a "
                        "regression")  # fmt: skip
@@ -210,6 +217,7 @@ def read_setup(
         model=model,
         own_data=own,
         input_shape=shape,
+        inputs={} if "" in inputs else inputs,
         classes=classes or None,
         sites=sites,
         folder=Path(texts["folder"]) if texts["folder"] else None,
@@ -279,13 +287,35 @@ def _section(kind: type[S], values: Any) -> S:
     return kind(**values)
 
 
-def _shape(text: str) -> tuple[int, ...]:
+def _inputs(text: str) -> Inputs:
+    """Of one input, without a name: "1,28,28". Of several: "note=6:int values=2"."""
+    if "=" not in text:
+        return {"": (_shape(text, text), False)}
+    found: Inputs = {}
+    for word in text.split():
+        name, _, form = word.partition("=")
+        shape, _, kind = form.partition(":")
+        if not name.isidentifier() or name in found or kind not in ("", "int"):
+            raise BadInput(f"input-shape = {text!r}; name each input once, such as "
+                           "note=6:int values=2")  # fmt: skip
+        found[name] = _shape(shape, text), kind == "int"
+    return found
+
+
+def _shape(form: str, text: str) -> tuple[int, ...]:
     try:
-        shape = tuple(int(part) for part in text.replace("x", ",").split(","))
+        shape = tuple(int(part) for part in form.replace("x", ",").split(","))
     except ValueError:
         shape = ()
     if not shape or min(shape) < 1:
-        raise BadInput(
-            f"input-shape = {text!r}; give the shape of one sample, such as 64 or 1,28,28"
-        )
+        raise BadInput(f"input-shape = {text!r}; give the shape of one sample, such as 64 or "
+                       "1,28,28, or of each of several inputs, note=6:int values=2")  # fmt: skip
     return shape
+
+
+def _blank(inputs: Inputs, classes: int | None) -> Split:
+    """Samples of zeros, for a server that has none."""
+    x = {name: torch.zeros(4, *shape, dtype=torch.int64 if whole else torch.float32)
+         for name, (shape, whole) in inputs.items()}  # fmt: skip
+    y = torch.zeros(4, dtype=torch.float32 if classes is None else torch.int64)
+    return Split(x, y, torch.tensor([4]))
