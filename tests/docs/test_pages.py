@@ -168,6 +168,8 @@ def test_marks_and_languages_are_known() -> None:
             where = f"{name}:{block.line}"
             if block.mark is None and block.language not in SHOWN | EXECUTED:
                 wrong.append(f"{where}: ```{block.language} is not executed; mark it")
+            if block.mark is None and re.search(r"^(\$ )?pip |-m pip ", block.text, re.MULTILINE):
+                wrong.append(f"{where}: installs packages; mark it")
             test = block.mark and block.mark["test"]
             if test and page.name not in (ROOT / test).read_text(encoding="utf-8"):
                 wrong.append(f"{where}: {test} does not read this page")
