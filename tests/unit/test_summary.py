@@ -11,6 +11,7 @@ from jaxtyping import config
 
 from fairvar.report import summary
 from fairvar.report.paired import Difference, Paired
+from fairvar.scores import ACCURACY
 
 UP, DOWN, NOISE = (
     Difference(0.02, 0.01, 0.03),
@@ -31,11 +32,11 @@ def group(
     results = [
         SimpleNamespace(label=name, at=None if name != "FedAvg" and found[name] is None else 0,
                         both=found.get(name), reported=lambda model: model,
-                        seed_accuracy=lambda model, n=i: np.array([[0.8, 0.6 + n / 10]]))
+                        seed_scores=lambda model, n=i: np.array([[0.8, 0.6 + n / 10]]))
         for i, name in enumerate(names)
     ]  # fmt: skip
     return SimpleNamespace(
-        alpha=alpha, results=results, dataset="data", kind=[], passport=passport,
+        alpha=alpha, results=results, source="data", dataset="data", data="", metric=ACCURACY, kind=[], passport=passport,
         births=[{"seed": seed} for seed in range(seeds)],
         criterion=SimpleNamespace(model="global"), config=SimpleNamespace(protocol="boxes"),
     )  # fmt: skip
@@ -49,7 +50,7 @@ def known(shapes: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def said(*groups: Any) -> list[str]:
     found = summary.summarise(groups)
-    assert next(iter(found)) == "data, boxes, the global model"
+    assert next(iter(found)) == "data, protocol boxes, the global model"
     return next(iter(found.values()))
 
 
@@ -79,14 +80,14 @@ def test_a_single_federation_shows_sizes() -> None:
 def test_nothing_clear_one_seed_and_divergence_are_said() -> None:
     sentences = said(group(0.1, {"AFL": pair(), "TERM": None}, seeds=1))
     assert sentences[0].startswith("One seed only")
-    assert sentences[1].startswith("No method differs clearly from FedAvg")
+    assert sentences[1].startswith("No method seems to differ from FedAvg")
     assert sentences[2] == "All runs of TERM diverged."
 
 
 def test_without_a_comparison() -> None:
     found = summary.summarise([group(0.1, {})])
     assert found == {
-        "data, boxes, the global model":
+        "data, protocol boxes, the global model":
         ["There are no two methods, one of them FedAvg, to compare."]
     }  # fmt: skip
 
@@ -100,6 +101,14 @@ def test_clients_that_are_different_by_nature() -> None:
 
 
 def test_how_many_intervals_would_be_clear_by_chance() -> None:
-    (sentence,) = summary.summarise([group(0.1, {"AFL": pair()})])["Clearly"]
-    assert "Of the 3 intervals" in sentence
-    assert "about 1 would" in sentence
+    (sentence,) = summary.summarise([group(0.1, {"AFL": pair(variance=DOWN)})])["How sure"]
+    assert "Of the 3 intervals behind these sentences 1 excludes zero." in sentence
+    assert "about one in twenty, here 1, would do so by chance" in sentence
+
+
+def test_few_seeds_are_never_clear() -> None:
+    found = summary.summarise([group(0.1, {"AFL": pair(UP), "TERM": pair(UP, DOWN)}, seeds=2)])
+    sentences, (sure,) = found.values()
+    assert "AFL (+2.00) and TERM (+2.00) seem ahead of FedAvg" in sentences[1]
+    assert "TERM (-2.000) seems more even than FedAvg" in sentences[2]
+    assert "clearly" not in " ".join([*sentences, sure]).lower()
