@@ -36,7 +36,8 @@ def group(
         for i, name in enumerate(names)
     ]  # fmt: skip
     return SimpleNamespace(
-        alpha=alpha, results=results, source="data", dataset="data", data="", metric=ACCURACY, kind=[], passport=passport,
+        alpha=alpha, results=results, source="data", dataset="data", data="", metric=ACCURACY,
+        kind=[], passport=passport,
         births=[{"seed": seed} for seed in range(seeds)],
         criterion=SimpleNamespace(model="global"), config=SimpleNamespace(protocol="boxes"),
     )  # fmt: skip

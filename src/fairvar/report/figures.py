@@ -217,7 +217,7 @@ def who_gains(
     figure.supxlabel(f"accuracy of the client under {BASELINE} (%)", fontsize=8)
     figure.supylabel("change (points): above zero gains", fontsize=8)
     marks, names = panels[0].get_legend_handles_labels()
-    figure.legend(marks, names, loc="outside lower center", ncols=2, frameon=False)
+    figure.legend(marks, names, loc="outside upper left", ncols=2, frameon=False)
     return figure
 
 
@@ -244,7 +244,7 @@ def partition(
     figure = new_figure(HALF, 3.4 if classes <= 50 else 4.4)
     shape: Any = [["bars", "numbers"], ["heat", "numbers"]] if numbers else [["bars"], ["heat"]]
     panels = figure.subplot_mosaic(
-        shape, height_ratios=[1, 2.6], width_ratios=[1, 0.42][: len(shape[0])]
+        shape, height_ratios=[1, 2.6], width_ratios=[1, 0.5][: len(shape[0])]
     )
     bars, heat = panels["bars"], panels["heat"]
     bars.bar(np.arange(clients), size, width=0.8, color=GREY)

@@ -206,7 +206,7 @@ def _figures(group: Group) -> Iterable[tuple[str, Any]]:
     yield from result_figures(group.trials, group.results, group.criterion.model, special)
     if group.federation is not None:
         counts = np.array(group.federation["class_counts"])
-        yield "partition", partition_figure(group.dataset, counts, group.federation)
+        yield "partition", partition_figure(data_title(group), counts, group.federation)
 
 
 def result_figures(

@@ -146,7 +146,7 @@ def _policy() -> str:
 
 # --- figures -------------------------------------------------------------------------------------
 ENLARGED = 1.25 * 96 / 72  # pixels per point: letters of 8 points are for paper, too small here
-WIDE, TALL = 820, 530  # pixels
+WIDE, TALL = 700, 530  # pixels
 _VIEW_BOX = re.compile(r'<svg[^>]* viewBox="0 0 ([0-9.]+) ([0-9.]+)"')
 
 
