@@ -74,11 +74,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return LINK.sub(inside, markdown)
 
 
+DRAWING = re.compile(r'<p>(<img [^>]*src="([^"]+\.svg)"[^>]*>)</p>')
 ARGUMENT = re.compile(r"(<p>|\n)((?:[a-z]\w*, )*[a-z]\w*): ")
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Docstrings begin a line with the argument that it is about: shown as code."""
+    """Drawings are links to themselves, to be enlarged on a phone. Docstrings begin a line with the
+    argument that it is about: shown as code."""
+    html = DRAWING.sub(r'<p><a href="\2" title="the whole picture">\1</a></p>', html)
     if page.file.src_uri != "reference/api.md":
         return html
     return ARGUMENT.sub(r"\1<code>\2</code>: ", html)

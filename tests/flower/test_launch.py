@@ -75,7 +75,7 @@ def test_a_superlink_by_name(app: Path, started: Started, tmp_path: Path) -> Non
     assert [link for link, _ in started] == ["site", launch.HERE]
     with pytest.raises(fv.BadInput, match="--data is for simulations"):
         run_app(app, ["site"], tmp_path)
-    with pytest.raises(fv.BadInput, match="SuperLink 'sight' is not in .* known: mine, site"):
+    with pytest.raises(fv.BadInput, match=r"SuperLink 'sight' is not in .* known: mine, site"):
         run_app(app, ["sight"])
     (tmp_path / "home" / "config.toml").unlink()
     with pytest.raises(fv.BadInput, match="known: local, supergrid"):
