@@ -37,7 +37,9 @@ from fairvar.report.style import (
 from fairvar.report.table import mean_and_standard_error
 from fairvar.scores import ACCURACY, Metric
 
-HALF = 5.6  # inches: the width of figures that share a row of a page, so that their text is alike
+# Inches: the widths of figures that share a row of a page and of those with many panels, so that the
+# text of either is alike.
+HALF, FULL = 5.6, 8.8
 
 
 @styled
@@ -65,7 +67,7 @@ def client_accuracies(
     first = BASELINE if BASELINE in curves else next(iter(curves))
     down = math.ceil(len(curves) / 4)
     across = math.ceil(len(curves) / down)
-    figure = new_figure(max(HALF, 2.2 * across), 1.7 * down + 0.45)
+    figure = new_figure(FULL if across > 2 else HALF, 1.7 * down + 0.45)
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel()
     for axes, label in zip(panels, curves, strict=False):
         _accuracy_panel(axes, label, curves[label], curves[first], metric)
@@ -161,7 +163,8 @@ def differences(
     labels = list(dict.fromkeys(label for panel in found.values() for label in panel))
     # a panel with one method of many, such as Ditto's personal models, takes less room
     shares = [0.7 if 4 * len(values) < len(labels) else 1.0 for values in found.values()]
-    figure = new_figure(max(HALF, 2.1 * sum(shares) + 0.7), 0.19 * len(labels) + 0.75)
+    width = HALF if len(found) < 3 else max(FULL, 2 * sum(shares) + 0.7)
+    figure = new_figure(width, 0.19 * len(labels) + 0.75)
     panels = figure.subplots(1, len(found), sharey=True, squeeze=False, width_ratios=shares)[0]
     for axes, (name, values) in zip(panels, found.items(), strict=True):
         axes.axvline(0, color=GREY, lw=0.8)
@@ -200,7 +203,7 @@ def who_gains(
     kinds = [k for k in kinds if k[1].any()]
     across = min(4, len(accuracy))
     down = math.ceil(len(accuracy) / across)
-    figure = new_figure(max(HALF, 2.2 * across), 1.9 * down + 0.7)
+    figure = new_figure(FULL if across > 2 else HALF, 1.9 * down + 0.7)
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel()
     for axes, (label, values) in zip(panels, accuracy.items(), strict=False):
         change = 100 * as_array(values, label, 1) - x
