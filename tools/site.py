@@ -48,7 +48,7 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, f"notebooks/{book.stem}.md", content=executed(book)))
         files.remove(files.get_file_from_path(f"notebooks/{book.name}"))
     for page in list(files.documentation_pages()):
-        for target in outside(page.src_uri, page.content_string):
+        for target in outside(page.src_uri, page.content_string) - {"tools/config_reference.py"}:
             name = f"repository/{target}"
             if files.get_file_from_path(name) is None and (ROOT / target).is_file():
                 content = (ROOT / target).read_text(encoding="utf-8")
@@ -67,9 +67,24 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         target = normpath(f"docs/{os.path.dirname(here)}/{link[2]}")
         if target.startswith("docs/"):
             return link[0]
+        if target == "tools/config_reference.py":  # to the page that it makes
+            return link[1] + relpath(GENERATED, os.path.dirname(here) or ".") + link[3]
         return link[1] + relpath(f"repository/{target}", os.path.dirname(here) or ".") + link[3]
 
     return LINK.sub(inside, markdown)
+
+
+DRAWING = re.compile(r'<p>(<img [^>]*src="([^"]+\.svg)"[^>]*>)</p>')
+ARGUMENT = re.compile(r"(<p>|\n)((?:[a-z]\w*, )*[a-z]\w*): ")
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Drawings are links to themselves, to be enlarged on a phone. Docstrings begin a line with the
+    argument that it is about: shown as code."""
+    html = DRAWING.sub(r'<p><a href="\2" title="the whole picture">\1</a></p>', html)
+    if page.file.src_uri != "reference/api.md":
+        return html
+    return ARGUMENT.sub(r"\1<code>\2</code>: ", html)
 
 
 def outside(here: str, markdown: str) -> set[str]:

@@ -228,6 +228,15 @@ def test_no_sideways_scrolling(browser: Any, width: int, tmp_path: Path) -> None
         assert inner > box, "the table scrolls inside its own box"
 
 
+def test_the_first_column_leaves_room_on_a_phone(browser: Any) -> None:
+    """It stays in sight when a table scrolls, however long its text is."""
+    show(browser, 390, 844)
+    name = browser.find_element(CSS, "tbody th")
+    text = "AAggFF, q-FFL and FairLoss are like FedAvg"
+    browser.execute_script("arguments[0].textContent = arguments[1]", name, text)
+    assert name.size["width"] <= 390 / 2
+
+
 def test_figures_are_drawn_in_colour(browser: Any) -> None:
     pictures = browser.find_elements(CSS, ".picture img")
     assert len(pictures) == 6

@@ -50,6 +50,7 @@ COPIED = ("configs", "examples", "tools")
 SHOWN = {"", "text", "csv", "json"}
 EXECUTED = {"python", "console", "toml"}
 MARK = re.compile(r"<!-- (not executed: \S.*|executed by (?P<test>tests/\S+\.py)) -->")
+COMMAND = re.compile(r"(\$ |(sudo |\S*/)?(pip|make|fairvar|flwr|python|pytest|git|docker)\d? )")
 
 
 @dataclass(frozen=True)
@@ -168,9 +169,14 @@ def test_marks_and_languages_are_known() -> None:
             where = f"{name}:{block.line}"
             if block.mark is None and block.language not in SHOWN | EXECUTED:
                 wrong.append(f"{where}: ```{block.language} is not executed; mark it")
+            if block.mark is None and re.search(r"^(\$ )?pip |-m pip ", block.text, re.MULTILINE):
+                wrong.append(f"{where}: installs packages; mark it")
             test = block.mark and block.mark["test"]
             if test and page.name not in (ROOT / test).read_text(encoding="utf-8"):
                 wrong.append(f"{where}: {test} does not read this page")
+        for token in MarkdownIt().parse(source):
+            if token.type == "code_block" and token.map and COMMAND.match(token.content):
+                wrong.append(f"{name}:{token.map[0] + 1}: an indented command; fence it")
         used = sum(block.mark is not None for block in blocks(source))
         if used != len(re.findall(r"^ *<!-- (?:not executed|executed by)", source, re.MULTILINE)):
             wrong.append(f"{name}: a mark that is misspelt or not right before a block")

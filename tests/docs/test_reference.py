@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
+import fairvar
 from fairvar.methods import BUILT_IN
 from fairvar.runs.config import INNER, PARTITIONS, Config
 
@@ -44,6 +46,18 @@ def test_types_and_meanings_are_in_words(reference: str) -> None:
         "| `batch_size` | whole number ≥ 1 or nothing | `–` | samples per local step;" in reference
     )
     assert "| `strength` | number ≥ 0 | needed | λ ≥ 0; 0 is FedAvg |" in reference
+
+
+def test_every_key_has_a_meaning(reference: str) -> None:
+    assert not [line for line in reference.splitlines() if line.endswith("|  |")]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    methods = {kind.__name__ for kind in BUILT_IN}
+    missing = [name for name in fairvar.__all__ if name not in methods | {"__version__"}
+               and not re.search(rf"(^::: \S+\.|`fv\.){name}\b", page, re.MULTILINE)]  # fmt: skip
+    assert not missing
 
 
 def test_every_page_is_in_the_navigation() -> None:

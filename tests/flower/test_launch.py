@@ -75,6 +75,12 @@ def test_a_superlink_by_name(app: Path, started: Started, tmp_path: Path) -> Non
     assert [link for link, _ in started] == ["site", launch.HERE]
     with pytest.raises(fv.BadInput, match="--data is for simulations"):
         run_app(app, ["site"], tmp_path)
+    with pytest.raises(fv.BadInput, match=r"SuperLink 'sight' is not in .* known: mine, site"):
+        run_app(app, ["sight"])
+    (tmp_path / "home" / "config.toml").unlink()
+    with pytest.raises(fv.BadInput, match="known: local, supergrid"):
+        run_app(app, ["site"])
+    assert list((tmp_path / "home").iterdir()) == []
 
 
 def test_what_is_wrong_is_told_before_anything_starts(

@@ -36,7 +36,8 @@ def group(
         for i, name in enumerate(names)
     ]  # fmt: skip
     return SimpleNamespace(
-        alpha=alpha, results=results, dataset="data", kind=[], passport=passport,
+        alpha=alpha, results=results, source="data", dataset="data", data="", metric=ACCURACY,
+        kind=[], passport=passport,
         births=[{"seed": seed} for seed in range(seeds)],
         criterion=SimpleNamespace(model="global"), config=SimpleNamespace(protocol="boxes"),
         metric=ACCURACY,
@@ -51,7 +52,7 @@ def known(shapes: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def said(*groups: Any) -> list[str]:
     found = summary.summarise(groups)
-    assert next(iter(found)) == "data, boxes, the global model"
+    assert next(iter(found)) == "data, protocol boxes, the global model"
     return next(iter(found.values()))
 
 
@@ -81,14 +82,14 @@ def test_a_single_federation_shows_sizes() -> None:
 def test_nothing_clear_one_seed_and_divergence_are_said() -> None:
     sentences = said(group(0.1, {"AFL": pair(), "TERM": None}, seeds=1))
     assert sentences[0].startswith("One seed only")
-    assert sentences[1].startswith("No method differs clearly from FedAvg")
+    assert sentences[1].startswith("No method seems to differ from FedAvg")
     assert sentences[2] == "All runs of TERM diverged."
 
 
 def test_without_a_comparison() -> None:
     found = summary.summarise([group(0.1, {})])
     assert found == {
-        "data, boxes, the global model":
+        "data, protocol boxes, the global model":
         ["There are no two methods, one of them FedAvg, to compare."]
     }  # fmt: skip
 
@@ -102,6 +103,14 @@ def test_clients_that_are_different_by_nature() -> None:
 
 
 def test_how_many_intervals_would_be_clear_by_chance() -> None:
-    (sentence,) = summary.summarise([group(0.1, {"AFL": pair()})])["Clearly"]
-    assert "Of the 3 intervals" in sentence
-    assert "about 1 would" in sentence
+    (sentence,) = summary.summarise([group(0.1, {"AFL": pair(variance=DOWN)})])["How sure"]
+    assert "Of the 3 intervals behind these sentences 1 excludes zero." in sentence
+    assert "about one in twenty, here 1, would do so by chance" in sentence
+
+
+def test_few_seeds_are_never_clear() -> None:
+    found = summary.summarise([group(0.1, {"AFL": pair(UP), "TERM": pair(UP, DOWN)}, seeds=2)])
+    sentences, (sure,) = found.values()
+    assert "AFL (+2.00) and TERM (+2.00) seem ahead of FedAvg" in sentences[1]
+    assert "TERM (-2.000) seems more even than FedAvg" in sentences[2]
+    assert "clearly" not in " ".join([*sentences, sure]).lower()

@@ -48,11 +48,11 @@ class Dirichlet(Checked, frozen=True, tag_field="name", tag="dirichlet"):
     then `repair` moves samples of the largest clients, `refuse` gives up.
     """
 
-    alpha: Positive
-    balanced: bool = False
-    min_samples: Count = 10
-    attempts: Count = 1000
-    on_failure: Literal["repair", "refuse"] = "repair"
+    alpha: Positive  # the smaller, the more the clients differ
+    balanced: bool = False  # a client with its share of samples gets none of later labels
+    min_samples: Count = 10  # of every client
+    attempts: Count = 1000  # draws until every client has min_samples
+    on_failure: Literal["repair", "refuse"] = "repair"  # where no draw has min_samples
 
     def assign(
         self, labels: Labels, clients: int, rng: np.random.Generator, groups: Groups = None
@@ -97,7 +97,7 @@ class Dirichlet(Checked, frozen=True, tag_field="name", tag="dirichlet"):
 class IID(Checked, frozen=True, tag_field="name", tag="iid"):
     """Samples dealt at random, in sizes that differ by at most one."""
 
-    min_samples: Count = 1
+    min_samples: Count = 1  # of every client
 
     def assign(
         self, labels: Labels, clients: int, rng: np.random.Generator, groups: Groups = None
@@ -111,7 +111,7 @@ class IID(Checked, frozen=True, tag_field="name", tag="iid"):
 class Shards(Checked, frozen=True, tag_field="name", tag="shards"):
     """Samples sorted by label and cut into equal shards, `per_client` to each (McMahan 2017)."""
 
-    per_client: Count = 2
+    per_client: Count = 2  # shards for each client
 
     def assign(
         self, labels: Labels, clients: int, rng: np.random.Generator, groups: Groups = None

@@ -38,11 +38,11 @@ class ServerOptimiser(Checked, frozen=True):
 
     __where__: ClassVar[str | None] = "train.server"
 
-    name: Literal["sgd", "adam"] = "sgd"
-    lr: Positive | None = None
-    beta1: Decay | None = None
-    beta2: Decay | None = None
-    tau: Positive | None = None
+    name: Literal["sgd", "adam"] = "sgd"  # sgd with beta1 is FedAvgM, adam is FedAdam
+    lr: Positive | None = None  # of the server; 1 for sgd, needed for adam
+    beta1: Decay | None = None  # momentum: 0 for sgd, 0.9 for adam
+    beta2: Decay | None = None  # of adam, of the squares: 0.99
+    tau: Positive | None = None  # of adam, added to the root: 1e-3
 
     def check(self) -> None:
         if self.name == "adam" and self.lr is None:

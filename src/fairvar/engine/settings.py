@@ -30,11 +30,11 @@ class LrSchedule(Checked, frozen=True):
 
     __where__: ClassVar[str | None] = "train.schedule"
 
-    name: Literal["constant", "cosine", "step"] = "constant"
+    name: Literal["constant", "cosine", "step"] = "constant"  # its course after the warm-up
     warm_up: Annotated[int, msgspec.Meta(ge=0, le=1_000_000_000)] = 0  # rounds
-    decay: Share | None = None
-    every: Count = 1
-    least: Fraction = 0.0
+    decay: Share | None = None  # of step: the factor
+    every: Count = 1  # of step: rounds between two factors
+    least: Fraction = 0.0  # of cosine: the share of lr at the end
 
     def check(self) -> None:
         if (self.decay is None) == (self.name == "step"):
@@ -61,7 +61,7 @@ class TrainSettings(Checked, frozen=True, kw_only=True):
     __where__: ClassVar[str | None] = "train"
 
     rounds: Count = 100
-    lr: Positive = 0.1
+    lr: Positive = 0.1  # learning rate of the clients
     schedule: LrSchedule = CONSTANT  # of the learning rate over the rounds
     batch_size: Count | None = None
     drop_last: bool = False  # leave out the smaller last batch of a pass
@@ -72,11 +72,11 @@ class TrainSettings(Checked, frozen=True, kw_only=True):
     momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0  # over the local steps of a round
     server: ServerOptimiser = PLAIN  # applied to the method's update
     participation: Share | None = None  # of the clients in a round; None: all
-    participants: Count | None = None  # the same as a number
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
-    dtype: Literal["float32", "float64"] = "float32"
+    participants: Count | None = None  # number of clients in a round, instead of participation
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0  # draws model, batches, participants
+    dtype: Literal["float32", "float64"] = "float32"  # of parameters and data
     precision: Literal["full", "tf32", "bfloat16"] = "full"  # of products in training passes
-    device: str = "cpu"
+    device: str = "cpu"  # or cuda; of several, cuda:1
     engine: Literal["auto", "reference", "pooled", "blocked", "vmapped", "linear"] = "auto"
     chunk: Count | None = None
     capture: bool | None = None  # record rounds as CUDA graphs; by default wherever possible
@@ -106,7 +106,7 @@ class EvaluateSettings(Checked, frozen=True, kw_only=True):
     __where__: ClassVar[str | None] = "evaluate"
 
     every: Count = 10
-    splits: tuple[Literal["train", "valid", "test"], ...] = ("valid", "test")
+    splits: tuple[Literal["train", "valid", "test"], ...] = ("valid", "test")  # on which
     local: bool = True  # evaluate local models as well as the global one
     # Of each client: a name, "package.module:metric" or, in Python, a function or Metric. None: the
     # accuracy of labels, the loss where there are none.

@@ -23,6 +23,7 @@ from jaxtyping import Float, Int64
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from fairvar.data.sources import SOURCES
 from fairvar.errors import BadInput, unknown
 from fairvar.report.paired import Difference, Paired, compare
 from fairvar.report.table import MISSING, UNDEFINED, Column, Estimate, Row, Table
@@ -45,6 +46,14 @@ WHICH = {
     "global": "the global model",
     "local": "the local models (each client's after its local work)",
     "personal": "the personal models (each client keeps its own)",
+}
+TITLES = {
+    "mnist_1000": "MNIST, 1000 images",
+    "mnist_rotated": "MNIST, a fifth of the clients rotated",
+    "digits": "Digits",
+    "quadratic": "Random quadratics",
+    "logistic": "Synthetic logistic regression",
+    "clinics": "Synthetic clinics",
 }
 METRICS = {
     "accuracy": "accuracy",  # or the mean of another score
@@ -84,6 +93,13 @@ def about(results: Sequence[Result], model: str) -> str:
     if len(other) == len(results):
         return NAMES["personal"]
     return NAMES[model] + (f" ({', '.join(other)}: personal)" if other else "")
+
+
+def data_title(group: Group) -> str:
+    """The data set in words, for headings; own data and data sets of users keep their names."""
+    source = SOURCES.get(group.source)
+    title = source.title if source else TITLES.get(group.source, group.source)
+    return f"{title} [{group.data}]" if group.data else title
 
 
 def federation_name(group: Group) -> str:
@@ -462,3 +478,19 @@ def claims_table(groups: Sequence[Group]) -> Table | None:
         )
     title = "Claims of the paper, tested on these runs"
     return Table(title, columns, rows, notes, of="claim")
+
+
+def claims_overview(claims: Table) -> Table:
+    """Of every claim how often it reproduced, over federations and scores, at the chosen rounds."""
+    kinds = {"reproduced": "reproduced", "undecided": "undecided", "not": "not reproduced"}
+    columns = [Column("tests", "tests", 0, "federations × scores in which the claim was tested"),
+               *(Column(key, name, 0, f"tests with this verdict: {name}")
+                 for key, name in kinds.items())]  # fmt: skip
+    rows = []
+    for label in dict.fromkeys(row.label for row in claims.rows):
+        verdicts = [str(row.cells["verdict"]) for row in claims.rows if row.label == label]
+        counts = {key: sum(v.startswith(name) for v in verdicts) for key, name in kinds.items()}
+        counts |= {"tests": len(verdicts)}
+        rows.append(Row(label, {key: Estimate(n) for key, n in counts.items()}))
+    notes = ["At the chosen rounds. Undecided: the 95 % interval includes zero."]
+    return Table(claims.title, columns, rows, notes, of="claim")

@@ -37,6 +37,10 @@ from fairvar.report.style import (
 from fairvar.report.table import mean_and_standard_error
 from fairvar.scores import ACCURACY, Metric
 
+# Inches: the widths of figures that share a row of a page and of those with many panels, so that the
+# text of either is alike.
+HALF, FULL = 5.6, 8.8
+
 
 @styled
 def client_accuracies(
@@ -63,7 +67,7 @@ def client_accuracies(
     first = BASELINE if BASELINE in curves else next(iter(curves))
     down = math.ceil(len(curves) / 4)
     across = math.ceil(len(curves) / down)
-    figure = new_figure(max(3.4, 1.8 * across), 1.7 * down + 0.45)
+    figure = new_figure(FULL if across > 2 else HALF, 1.7 * down + 0.45)
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel()
     for axes, label in zip(panels, curves, strict=False):
         _accuracy_panel(axes, label, curves[label], curves[first], metric)
@@ -153,10 +157,15 @@ def differences(
 
     Marks are filled where the interval excludes zero. `units`: the label under each panel.
     """
+    from matplotlib.ticker import MaxNLocator
+
     demand_some(found, "differences")
     labels = list(dict.fromkeys(label for panel in found.values() for label in panel))
-    figure = new_figure(1.9 * len(found) + 0.7, 0.19 * len(labels) + 0.75)
-    panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
+    # a panel with one method of many, such as Ditto's personal models, takes less room
+    shares = [0.7 if 4 * len(values) < len(labels) else 1.0 for values in found.values()]
+    width = HALF if len(found) < 3 else max(FULL, 2 * sum(shares) + 0.7)
+    figure = new_figure(width, 0.19 * len(labels) + 0.75)
+    panels = figure.subplots(1, len(found), sharey=True, squeeze=False, width_ratios=shares)[0]
     for axes, (name, values) in zip(panels, found.items(), strict=True):
         axes.axvline(0, color=GREY, lw=0.8)
         for row, label in enumerate(labels):
@@ -168,6 +177,7 @@ def differences(
                           mfc=style.colour if clear else "white")  # fmt: skip
         axes.set_title(name, loc="left", color=DARK)
         axes.set_xlabel(units[name])
+        axes.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
         axes.spines["left"].set_visible(False)
         axes.tick_params(axis="y", length=0)
     panels[0].set_yticks(range(len(labels)), labels)
@@ -193,7 +203,7 @@ def who_gains(
     kinds = [k for k in kinds if k[1].any()]
     across = min(4, len(accuracy))
     down = math.ceil(len(accuracy) / across)
-    figure = new_figure(max(3.6, 1.9 * across), 1.9 * down + 0.7)
+    figure = new_figure(FULL if across > 2 else HALF, 1.9 * down + 0.7)
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel()
     for axes, (label, values) in zip(panels, accuracy.items(), strict=False):
         change = 100 * as_array(values, label, 1) - x
@@ -210,7 +220,7 @@ def who_gains(
     figure.supxlabel(f"accuracy of the client under {BASELINE} (%)", fontsize=8)
     figure.supylabel("change (points): above zero gains", fontsize=8)
     marks, names = panels[0].get_legend_handles_labels()
-    figure.legend(marks, names, loc="outside upper right", ncols=2, frameon=False)
+    figure.legend(marks, names, loc="outside upper left", ncols=2, frameon=False)
     return figure
 
 
@@ -234,10 +244,10 @@ def partition(
     size = table.sum(1)
     share = np.divide(table, size[:, None], out=np.zeros_like(table), where=size[:, None] > 0)
     clients, classes = table.shape
-    figure = new_figure(6.4 if numbers else 4.6, 3.4 if classes <= 50 else 4.4)
+    figure = new_figure(HALF, 3.4 if classes <= 50 else 4.4)
     shape: Any = [["bars", "numbers"], ["heat", "numbers"]] if numbers else [["bars"], ["heat"]]
     panels = figure.subplot_mosaic(
-        shape, height_ratios=[1, 2.6], width_ratios=[1, 0.42][: len(shape[0])]
+        shape, height_ratios=[1, 2.6], width_ratios=[1, 0.5][: len(shape[0])]
     )
     bars, heat = panels["bars"], panels["heat"]
     bars.bar(np.arange(clients), size, width=0.8, color=GREY)
@@ -287,7 +297,7 @@ def learning_curves(
     for label, y in lines.items():
         if len(y) != len(x):
             raise BadInput(f"{label} has {len(y)} values for {len(x)} rounds; give one per round")
-    figure = new_figure(6.4, max(3.9, 1.1 + 0.155 * len(lines)))
+    figure = new_figure(HALF, max(3.9, 1.1 + 0.155 * len(lines)))
     whole, late = figure.subplots(1, 2)
     for axes, label in product((whole, late), lines):
         y, kind = lines[label], style_of(label)
@@ -374,7 +384,7 @@ def weights_over_rounds(
     effective = np.divide(1, squares, out=np.full(len(p), np.nan), where=squares > 0)
     ratio = np.full_like(p, np.nan)
     ratio[p > 0] = np.clip(np.log2(p[p > 0] * clients), -3, 3)
-    figure = new_figure(4.8, 3.3)
+    figure = new_figure(HALF, 3.4)
     line, heat = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [1, 2.4]})
     edges = _edges(x)
     line.plot(x, effective, color=DARK, lw=1.2, marker="o", ms=2 if len(x) < 60 else 0)
@@ -441,7 +451,7 @@ def front(
     demand_some(kept, "points (with finite accuracy and variance)")
     chosen = [p for p in kept if p.chosen]
     across = 4 if len(chosen) <= MANY else 5
-    figure = new_figure(1.28 * across, 3.5 + 0.17 * math.ceil(len(chosen) / across))
+    figure = new_figure(HALF, 3.56 + 0.17 * math.ceil(len(chosen) / across))
     axes = figure.subplots()
     x, y = np.array([[p.accuracy * 100, p.variance * 100] for p in kept]).T
     for label in dict.fromkeys(p.label for p in kept):  # a call per point makes a large file
@@ -453,7 +463,7 @@ def front(
         bars = axes.errorbar(
             p.accuracy * 100, p.variance * 100, _percent(p.variance_error),
             _percent(p.accuracy_error), fmt=kind.marker, ms=7, color=kind.colour, mec="white",
-            mew=0.7, elinewidth=0.8, zorder=4,
+            mew=0.7, elinewidth=0.8, zorder=5 if p.label == BASELINE else 4,
         )  # fmt: skip
         marks.append(bars.lines[0])
     _front_limits(axes, kept, noise_floor)

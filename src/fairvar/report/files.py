@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from fairvar.report.compare import (
     NAMES,
     WHICH,
     about,
+    claims_overview,
     claims_table,
     compared_with_fedavg,
+    data_title,
     late_differences,
     printed,
 )
@@ -172,7 +175,11 @@ def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[T
     ):
         if found is not None:
             texts[f"{name}.md"] = render(found, "markdown")
-            sections.append(Section(found.title, name, "", found))
+            if name == "claims":
+                every = replace(found, title="Every test of a claim")
+                sections.append(Section(found.title, name, "", claims_overview(found), rest=every))
+            else:
+                sections.append(Section(found.title, name, "", found))
     runs = sum(len(group.births) for group in groups)
     subtitle = f"{runs} runs on {len(groups)} federation{'s' if len(groups) != 1 else ''}"
     scores = list(dict.fromkeys(group.metric for group in groups))
@@ -199,7 +206,7 @@ def _figures(group: Group) -> Iterable[tuple[str, Any]]:
     yield from result_figures(group.trials, group.results, group.criterion.model, special)
     if group.federation is not None:
         counts = np.array(group.federation["class_counts"])
-        yield "partition", partition_figure(group.dataset, counts, group.federation)
+        yield "partition", partition_figure(data_title(group), counts, group.federation)
 
 
 def result_figures(
@@ -227,7 +234,7 @@ def result_figures(
 
 def _section(group: Group, name: str, table: Table, figures: Sequence[PageFigure]) -> Section:
     chosen = "\n".join(f"{r.label}: {r.trial.describe(r.at)}" for r in group.results)
-    parts = [group.dataset, *group.kind]
+    parts = [data_title(group), *group.kind]
     if group.alpha is not None:
         parts.append(f"α = {group.alpha:g}")
     again = name.removeprefix(group_name(group)).strip("-")
@@ -302,7 +309,7 @@ def curves_figure(results: Sequence[Result], model: str = "global") -> Figure:
         by_seed = metric.factor * mean_and_variance(scores)[0]
         mean[result.label] = by_seed.mean(0)
         low[result.label], high[result.label] = by_seed.min(0), by_seed.max(0)
-    label = f"mean test {metric.title} over clients{_percent(metric)},\n{about(results, model)}"
+    label = f"mean test {metric.title}{_percent(metric)}, {about(results, model)}"
     return figures.learning_curves(rounds, mean, low, high, label)
 
 
@@ -356,5 +363,5 @@ def partition_figure(name: str, counts: np.ndarray, passport: Mapping[str, Any])
         ("majority_share", "share of the main class", "{:.0%}"),
     ):
         if key in passport:
-            numbers[label] = form.format(passport[key])
+            numbers[label] = form.format(passport[key]).replace("%", " %")
     return figures.partition(counts, f"{name}, {len(counts)} clients", numbers)

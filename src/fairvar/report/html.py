@@ -42,7 +42,8 @@ class PageFigure:
 
 @dataclass(frozen=True)
 class Section:
-    """One table with its figures. `name` becomes the id; `details` (name → text) are folded."""
+    """One table with its figures. `name` becomes the id; `rest`, a table with all rows behind
+    `table`, and `details` (name → text) are folded."""
 
     title: str
     name: str
@@ -50,6 +51,7 @@ class Section:
     table: Table | None = None
     figures: Sequence[PageFigure] = ()
     details: Mapping[str, str] = field(default_factory=dict)
+    rest: Table | None = None
 
 
 def render_page(
@@ -144,7 +146,7 @@ def _policy() -> str:
 
 # --- figures -------------------------------------------------------------------------------------
 ENLARGED = 1.25 * 96 / 72  # pixels per point: letters of 8 points are for paper, too small here
-WIDE, TALL = 820, 530  # pixels
+WIDE, TALL = 700, 530  # pixels
 _VIEW_BOX = re.compile(r'<svg[^>]* viewBox="0 0 ([0-9.]+) ([0-9.]+)"')
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fairvar.metrics import Fairness, variance_in_units
-from fairvar.report.compare import WHICH, paired, uncorrected
+from fairvar.report.compare import WHICH, data_title, paired, uncorrected
 from fairvar.report.paired import Paired
 from fairvar.report.table import (
     DIVERGED,
@@ -271,7 +271,7 @@ def _overview(members: WithTables) -> Table:
                 cells.setdefault(row.label, {})[key] = row.cells.get(column.key)
     runs = sum(len(group.births) for group, _ in members)
     return Table(
-        f"{first.dataset}, {'deployed, ' * ('deployed' in first.kind)}protocol "
+        f"{data_title(first)}, {'deployed, ' * ('deployed' in first.kind)}protocol "
         f"{first.config.protocol}: {WHICH[first.criterion.model]}"
         + f", {first.metric.title}" * (first.metric != ACCURACY),
         columns,

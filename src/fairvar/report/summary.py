@@ -2,6 +2,7 @@
 
 "Clearly" means that the 95 % interval of the paired difference at the chosen rounds, over seeds and
 clients, excludes zero. It is the interval of `fairvar compare`, of which bold numbers are made too.
+With fewer than `FEWEST_SEEDS` seeds the word is "seems".
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from fairvar import scores
-from fairvar.report.compare import FEWEST_SEEDS, WHICH, federation_name, paired
+from fairvar.report.compare import FEWEST_SEEDS, WHICH, data_title, paired
 from fairvar.report.paired import Difference, Paired
 from fairvar.report.style import BASELINE
 from fairvar.runs.trials import Group
@@ -35,33 +36,65 @@ Found = Mapping[str, Mapping[int, Paired]]  # method → place of the federation
 
 def summarise(groups: Sequence[Group]) -> dict[str, list[str]]:
     """Sentences by data set, protocol and model, for runs that are scored by the accuracy; the last
-    one explains "clearly"."""
+    ones say how sure they are."""
     kinds: dict[tuple[str, ...], list[Group]] = {}
     for group in (group for group in groups if group.metric == scores.ACCURACY):
         kinds.setdefault((group.dataset, *group.kind, group.criterion.model), []).append(group)
     found = {_name(members): list(_about(members)) for members in kinds.values()}
-    intervals = 3 * sum(len(v) for members in kinds.values() for v in _found(members).values())
+    intervals = [d for members in kinds.values() for by_place in _found(members).values()
+                 for both in by_place.values() for get in (ACCURACY, EVENNESS, WORST)
+                 if (d := get(both)) is not None]  # fmt: skip
     if intervals:
-        chance = max(1, round(intervals / 20))
-        found["Clearly"] = [
-            "The 95 % interval of the paired difference, over seeds and clients, excludes zero. Of "
-            f"the {intervals} intervals behind these sentences about {chance} would do so by "
-            "chance if no method differed from FedAvg."
-        ]
+        clear = sum(d.clear for d in intervals)
+        enough = [_enough(members) for members in kinds.values()]
+        found["How sure"] = [" ".join(part for part in (
+            "“Clearly”: the 95 % interval of the paired difference, over seeds and clients, "
+            "excludes zero." if any(enough) else "",
+            f"“Seems”: the 95 % interval excludes zero, but there are fewer than {FEWEST_SEEDS} "
+            "seeds, and another seed may give another picture." if not all(enough) else "",
+            f"Of the {len(intervals)} intervals behind these sentences {clear} "
+            f"exclude{'s' if clear == 1 else ''} zero. They are not corrected for their number: "
+            f"if no method differed from FedAvg, about one in twenty, here "
+            f"{max(1, round(len(intervals) / 20))}, would do so by chance.") if part)
+        ]  # fmt: skip
     return found
+
+
+def _enough(members: Sequence[Group]) -> bool:
+    """Whether there are seeds enough to say what another seed would give."""
+    return _seeds(members) >= FEWEST_SEEDS
+
+
+def _seeds(members: Sequence[Group]) -> int:
+    return min(len({int(birth["seed"]) for birth in group.births}) for group in members)
+
+
+def _careful(sentence: str) -> str:
+    """ "Seems" instead of "is clearly"."""
+    for clearly, seems in ((" is clearly ", " seems "), (" are clearly ", " seem "),
+                           ("differs clearly", "seems to differ")):  # fmt: skip
+        sentence = sentence.replace(clearly, seems)
+    return sentence
 
 
 def _name(members: Sequence[Group]) -> str:
     first = members[0]
-    name = federation_name(first).split(", α")[0]
+    deployed = "deployed, " * ("deployed" in first.kind)
+    name = f"{data_title(first)}, {deployed}protocol {first.config.protocol}"
     return f"{name}, {WHICH[first.criterion.model].split(' (')[0]}"
 
 
 def _about(members: Sequence[Group]) -> Iterator[str]:
-    seeds = min(len({int(birth["seed"]) for birth in group.births}) for group in members)
-    if seeds < FEWEST_SEEDS:
-        yield (f"{'One seed' if seeds == 1 else f'{seeds} seeds'} only: another seed may give "
-               "another picture. Read the differences below as a first look.")  # fmt: skip
+    if _enough(members):
+        yield from _sentences(members)
+        return
+    seeds = _seeds(members)
+    yield (f"{'One seed' if seeds == 1 else f'{seeds} seeds'} only: another seed may give "
+           "another picture. Read the differences below as a first look.")  # fmt: skip
+    yield from map(_careful, _sentences(members))
+
+
+def _sentences(members: Sequence[Group]) -> Iterator[str]:
     found = _found(members)
     if not found:
         yield "There are no two methods, one of them FedAvg, to compare."

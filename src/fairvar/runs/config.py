@@ -41,16 +41,15 @@ class DataConfig(Checked, frozen=True, kw_only=True):
 
     __where__: ClassVar[str | None] = "data"
 
-    # `fairvar data list` prints all; package.module:function returns a Federation or Dataset
-    name: str = "mnist_1000"
+    name: str = "mnist_1000"  # of `fairvar data list`, or package.module:function of your own
     args: dict[str, Any] | None = None  # of that function
     clients: Count = 50  # among whom the samples are dealt
     seed: Seed = 0  # draws the partition
     split: tuple[Fraction, Fraction, Fraction] = (0.8, 0.1, 0.1)  # train, valid, test
-    holdout: Literal["auto", "split", "pool"] = "auto"  # see Partitions
+    holdout: Literal["auto", "split", "pool"] = "auto"  # tested on its own samples or a pool
     pool_samples: Count = 200  # per client, of a shared pool of held-out samples
     fraction: Share = 1.0  # of the training samples
-    samples: Count | None = None  # the same as a number
+    samples: Count | None = None  # number of training samples, instead of fraction
     root: str | None = None  # folder of the files; FAIRVAR_DATA by default
 
     def check(self) -> None:
@@ -105,7 +104,7 @@ class Config(Checked, frozen=True, kw_only=True):
     epoch and local models, as the paper's tables were most likely made."""
 
     name: str = "run"  # `fairvar sweep` writes to runs/NAME
-    protocol: Literal["boxes", "tables"] = "boxes"  # see above
+    protocol: Literal["boxes", "tables"] = "boxes"  # a local step or a local epoch per round
     data: DataConfig = DataConfig()
     partition: Partition = Dirichlet(alpha=0.1)
     model: ModelConfig = ModelConfig()

@@ -29,12 +29,11 @@ class Criterion(Checked, frozen=True, kw_only=True):
 
     __where__: ClassVar[str | None] = "select"
 
-    t: NonNegative = 1.96
-    m: Count | None = None
-    unit: Literal["fraction", "mixed"] = "fraction"
-    model: Literal["global", "local", "personal"] = "global"
-    # Further keys that a sweep varied (`sweep.grid`); validation chooses among their values.
-    over: tuple[str, ...] | None = None
+    t: NonNegative = 1.96  # factor of the penalty; 0 chooses by the mean alone
+    m: Count | None = None  # divisor of the variance; by default the number of seeds
+    unit: Literal["fraction", "mixed"] = "fraction"  # mixed: percent and variance ×100
+    model: Literal["global", "local", "personal"] = "global"  # whose scores choose
+    over: tuple[str, ...] | None = None  # other keys that a sweep varied, to choose among values
 
     def score(self, curve: Curve, seeds: int) -> Float64[np.ndarray, " rounds"]:
         """One score per evaluated round. A single client has no variance and no penalty."""

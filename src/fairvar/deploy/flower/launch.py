@@ -41,6 +41,7 @@ STARTED = re.compile(r"Successfully started run (\d+)")
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 HERE = "here"  # the name of the SuperLink of a simulation
 SECONDS_TO_START, SECONDS_TO_END = 90.0, 90.0
+BUILT_IN_LINKS = ("local", "supergrid")  # of the configuration that Flower writes at first
 LOCAL = ":local:"  # address of a SuperLink that `flwr run` starts and leaves running
 
 
@@ -57,6 +58,7 @@ def run_app(app: Path, arguments: Sequence[str] = (), data: Path | None = None) 
         if data is not None:
             raise BadInput("--data is for simulations; a real node is started with --node-config "
                            "'data=\"/path\"'")  # fmt: skip
+        _check_known(arguments[0], environment)
         return _run(app, arguments[0], arguments[1:], environment)
     rest = [*arguments[named:], *_sites_of(data)]
     if find_spec("ray") is None:
@@ -88,12 +90,32 @@ def _home(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("FLWR_HOME", Path.home() / ".flwr"))
 
 
+def _superlinks(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Those of Flower's configuration; `OSError` and others if it cannot be read."""
+    text = (_home(environment) / "config.toml").read_text(encoding="utf-8")
+    links = tomllib.loads(text)["superlink"]
+    return {name: link for name, link in links.items() if isinstance(link, dict)}
+
+
 def _is_local(name: str, environment: Mapping[str, str]) -> bool:
-    """Whether this is the local SuperLink that `flwr run` would start."""
-    with suppress(OSError, ValueError, AttributeError):
-        known = tomllib.loads((_home(environment) / "config.toml").read_text(encoding="utf-8"))
-        return str(known["superlink"].get(name, {}).get("address", "")).startswith(LOCAL)
+    """Whether Flower would start this SuperLink, or take any that listens on its port."""
+    with suppress(OSError, ValueError, KeyError, AttributeError):
+        link = _superlinks(environment).get(name, {})
+        return str(link.get("address", "")).startswith(LOCAL)
     return name == "local"
+
+
+def _check_known(name: str, environment: Mapping[str, str]) -> None:
+    """Flower writes a configuration of its own where there is none; a mistyped name must not."""
+    try:
+        known = list(_superlinks(environment))
+    except FileNotFoundError:
+        known = list(BUILT_IN_LINKS)
+    except (OSError, ValueError, KeyError, AttributeError):
+        return  # `flwr run` says what is wrong with the file
+    if name not in known:
+        place = _home(environment) / "config.toml"
+        raise BadInput(f"SuperLink {name!r} is not in {place}; known: {', '.join(sorted(known))}")
 
 
 def _given(arguments: Sequence[str]) -> argparse.Namespace:
