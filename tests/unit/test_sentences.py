@@ -43,7 +43,9 @@ def made(shifts: Mapping[str, Shift], pairs: int = PAIRS, noise: float = NOISE) 
 
 
 def verdicts(data: str, evidence: Evidence) -> dict[str, str]:
-    return {j.sentence.name: j.verdict for j in judge({(data, alpha): evidence for alpha in ALPHAS})}
+    return {
+        j.sentence.name: j.verdict for j in judge({(data, alpha): evidence for alpha in ALPHAS})
+    }
 
 
 ALIKE = made({})

@@ -80,7 +80,9 @@ class OverPairs:
                                                 strict=True):  # fmt: skip
                     seen[quantity][method].append(float(now.mean()))
                     drawn[quantity][method] += turns[:, place] * again
-        arrays = {q: {m: np.array(v) for m, v in by_method.items()} for q, by_method in seen.items()}
+        arrays = {
+            q: {m: np.array(v) for m, v in by_method.items()} for q, by_method in seen.items()
+        }
         return OverPairs(arrays, drawn)
 
     @property
