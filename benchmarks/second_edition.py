@@ -32,7 +32,7 @@ import numpy as np
 
 from fairvar.report.sentences import cells_table, evidence_of, judge, judge_apart, sentences_table
 from fairvar.report.table import render
-from fairvar.runs.archive import condense, unpacked
+from fairvar.runs.archive import condense
 from fairvar.runs.config import Config
 from fairvar.runs.experiments import sweep
 from fairvar.runs.plan import Plan
