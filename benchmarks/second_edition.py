@@ -22,6 +22,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -72,6 +73,7 @@ class Study:
     overrides: Sequence[str] = IMAGES
     weights: bool = False
     alphas: Sequence[float] = ALPHAS
+    device: str = "cpu"
 
     def criterion(self) -> Criterion:
         model: Any = MODELS[self.protocol]
@@ -88,7 +90,7 @@ class Study:
             'sweep.cdf=["logistic", "gumbel", "exponential"]',
             GRADIENT.format("", list(self.gammas)), GRADIENT.format("*", list(self.gammas)),
             "select.m=5", f"select.model={MODELS[self.protocol]}",
-            f"train.device={os.environ.get('FAIRVAR_DEVICE', 'cpu')}",
+            f"train.device={self.device}",
         ]  # fmt: skip
         if self.weights:
             file = Path(os.environ.get("FAIRVAR_DATA", "data")) / WEIGHTS
@@ -114,6 +116,7 @@ STUDIES = {
     "cifar10-boxes": CIFAR10,
     "cifar10-tables": replace(CIFAR10, protocol="tables", every=2, rungs=(10, 30, 100), rounds=100),
     "cifar100-boxes": CIFAR100,
+    "cifar100_scratch-boxes": replace(CIFAR100, weights=False),
     "cifar100-tables": replace(CIFAR100, protocol="tables", every=2, rungs=(10, 30, 100),
                                rounds=100),
     "tiny_imagenet-boxes": TINY,
@@ -304,8 +307,7 @@ def restore(machine: Machine, out: Path) -> None:
             for stored in stored_runs(out / part):
                 target = machine.store / part / stored.folder.name
                 if not target.exists():
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    target.symlink_to(stored.folder, target_is_directory=True)
+                    shutil.copytree(stored.folder, target)
 
 
 def verdicts(folders: Sequence[Path]) -> str:
@@ -337,6 +339,8 @@ def main() -> None:
     one.add_argument("out", type=Path)
     one.add_argument("--workers", type=int, default=1)
     one.add_argument("--budget", type=float, default=math.inf, help="seconds")
+    one.add_argument("--device", default="cpu")
+    one.add_argument("--earlier", type=Path, help="archives of earlier calls; OUT by default")
     one.add_argument("--tiny", action="store_true")
     two = commands.add_parser("sentences", help="verdicts of archives")
     two.add_argument("folders", type=Path, nargs="+")
@@ -344,9 +348,10 @@ def main() -> None:
     if a.command == "sentences":
         print(verdicts(a.folders))
         return
-    study = tiny(STUDIES[a.study]) if a.tiny else STUDIES[a.study]
+    study = replace(STUDIES[a.study], device=a.device)
+    study = tiny(study) if a.tiny else study
     machine = Machine(a.store / a.study, a.workers, time.monotonic() + a.budget)
-    restore(machine, a.out / a.study)
+    restore(machine, (a.earlier or a.out) / a.study)
     raise SystemExit(0 if run(a.study, study, machine, a.out / a.study) else 3)
 
 

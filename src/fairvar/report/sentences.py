@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from fairvar.errors import BadInput
-from fairvar.report.compare import DATASETS, FEDAVG, PAPER
+from fairvar.report.compare import DATASETS, FEDAVG, PAPER, POINT, SHARE
 from fairvar.report.over_pairs import DRAWS, OverPairs, Tested, Window, holm, simes
 from fairvar.report.table import Column, Row, Table
 from fairvar.runs.trials import Group
@@ -24,8 +24,6 @@ from fairvar.runs.trials import Group
 Verdict = Literal["reproduced", "not reproduced", "undecided", "not measured"]
 Where = tuple[str, float]  # data set, alpha
 LEVEL = 0.05
-POINT = 0.01  # margin of accuracy
-SHARE = 0.1  # margin of the variance, of FedAvg's
 PRIMARY = {"boxes": "global", "tables": "local"}
 ALPHAS = (0.05, 0.1, 0.5)
 REGULARISED = ("FairLoss", "FairLoss*", "FairGrad", "FairGrad*")
