@@ -31,7 +31,14 @@ from typing import Any
 
 import numpy as np
 
-from fairvar.report.sentences import cells_table, evidence_of, judge, judge_apart, sentences_table
+from fairvar.report.sentences import (
+    cells_table,
+    evidence_of,
+    judge,
+    judge_apart,
+    scoreboard,
+    sentences_table,
+)
 from fairvar.report.table import render
 from fairvar.runs.archive import condense
 from fairvar.runs.config import Config
@@ -311,22 +318,20 @@ def restore(machine: Machine, out: Path) -> None:
 
 
 def verdicts(folders: Sequence[Path]) -> str:
-    """The ten sentences, our readings and the cells of the final runs in these archives."""
-    found = evidence_of([group for folder in folders for group in gather(folder)])
+    """The ten sentences, our readings and the cells of the runs in these archives together."""
+    found = evidence_of(gather(*folders))
     notes = ["Windows (last quarter of the rounds), test data, paired over (partition, seed) and "
              "clients. p-values: the larger of bootstrap and t test."]  # fmt: skip
     holm = "Adjusted by Holm's rule over the ten sentences of this protocol."
     apart = "Not adjusted: readings of ours, not sentences of the paper."
-    texts = []
+    tables = [scoreboard(found), cells_table(found)]
     for protocol, evidence in sorted(found.items()):
-        about = f"`{protocol}`, {MODELS[protocol]} model"
-        tables = (
+        about = f"{protocol}, {MODELS[protocol]} model"
+        tables += [
             sentences_table(judge(evidence), f"The paper's sentences, {about}", [*notes, holm]),
             sentences_table(judge_apart(evidence), f"Our readings, {about}", [*notes, apart]),
-            cells_table(evidence, f"Cells, {about}"),
-        )
-        texts += [render(table, "markdown") for table in tables]
-    return "\n".join(texts)
+        ]
+    return "\n".join(render(table, "markdown") for table in tables)
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from fairvar.report.sentences import (
     judge,
     judge_apart,
     kept,
+    scoreboard,
     sentences_table,
 )
 
@@ -138,7 +139,8 @@ def test_tables_have_every_sentence_and_every_cell() -> None:
     table = sentences_table(judge(evidence), "ten", [])
     assert [row.label.partition(".")[0] for row in table.rows] == [s.name for s in SENTENCES]
     assert len(judge_apart(evidence)) == 6
-    cells = cells_table(evidence, "cells")
+    cells = cells_table({"boxes": evidence})
     told = [str(text) for row in cells.rows for text in row.cells.values()]
-    assert (len(told), told.count("not measured")) == (96, 72)
+    assert (len(told), told.count("not measured")) == (2 * 4 * 32, 4 * (24 + 32))
+    assert [row.cells["tables"] for row in scoreboard({}).rows] == ["not measured"] * 10
     assert evidence_of([]) == {}

@@ -64,6 +64,7 @@ class Evidence:
     windows: Mapping[str, Mapping[int, Window]]
     diverged: frozenset[str] = frozenset()
     configurations: Mapping[str, str] = field(default_factory=dict)  # by method, in words
+    tried: Mapping[str, int] = field(default_factory=dict)  # configurations by method
     draws: int = DRAWS
     _over: list[OverPairs] = field(default_factory=list)
 
@@ -71,6 +72,13 @@ class Evidence:
         if not self._over:
             self._over.append(OverPairs.of(self.windows, self.draws))
         return self._over[0]
+
+    @property
+    def repeats(self) -> str:
+        """Over what the pairs go, such as "5 × 1": partitions × seeds in each."""
+        found = {w.partition for by_pair in self.windows.values() for w in by_pair.values()}
+        pairs = max(len(by_pair) for by_pair in self.windows.values())
+        return f"{len(found)} × {pairs // len(found)}"
 
     @property
     def run(self) -> frozenset[str]:
@@ -301,11 +309,12 @@ def evidence_of(groups: Sequence[Group]) -> dict[str, dict[Where, Evidence]]:
 
 def _evidence(groups: Sequence[Group], model: str) -> Evidence:
     windows: dict[str, dict[int, Window]] = {}
-    diverged, used = set[str](), dict[str, str]()
+    diverged, used, tried = set[str](), dict[str, str](), dict[str, int]()
     for group in groups:
         partition = str(group.passport.get("sha256"))
         for result in group.results:
             used[result.label] = result.trial.describe()
+            tried[result.label] = result.configurations
             if result.at is None:
                 diverged.add(result.label)
                 continue
@@ -318,7 +327,7 @@ def _evidence(groups: Sequence[Group], model: str) -> Evidence:
                                    "twice; give the final runs alone")  # fmt: skip
                 by_pair[pair] = Window(late[:, place], samples, partition)
     kept_windows = {m: w for m, w in windows.items() if m not in diverged}
-    return Evidence(kept_windows, frozenset(diverged), used)
+    return Evidence(kept_windows, frozenset(diverged), used, tried)
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -353,17 +362,53 @@ def _p(p: float) -> str:
     return "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def cells_table(evidence: Mapping[Where, Evidence], title: str) -> Table:
-    """The paper's 96 cells: accuracy % / variance ×100 in the window, and how many pairs."""
+def scoreboard(evidence: Mapping[str, Mapping[Where, Evidence]]) -> Table:
+    """The ten sentences with a verdict for each protocol and the difference that decides."""
+    judged = {protocol: judge(evidence.get(protocol, {})) for protocol in PRIMARY}
+    rows = [
+        Row(
+            f"{s.name}. {s.text}", {protocol: _told(found[i]) for protocol, found in judged.items()}
+        )
+        for i, s in enumerate(SENTENCES)
+    ]
+    columns = [Column(p, f"{p}, {model} model") for p, model in PRIMARY.items()]
+    return Table("The ten sentences", columns, rows, [], of="sentence")
+
+
+def _told(j: Judged) -> str:
+    if j.diverged:
+        return f"{j.verdict}: diverged: {', '.join(j.diverged)}"
+    if j.decides is None or j.verdict == "not measured":
+        return j.verdict
+    where, c = j.decides
+    digits = 2 if c.quantity == "accuracy" else 3
+    value, low, high = (f"{100 * x:+.{digits}f}" for x in (c.tested.value, c.tested.low,
+                                                           c.tested.high))  # fmt: skip
+    span = f"{low} to {high}" if np.isfinite(c.tested.low) else "one seed"
+    text = c.text if c.quantity == "accuracy" else f"{c.text} ×100"
+    return f"{j.verdict}: {_place(where)}: {text} {value} ({span})"
+
+
+def cells_table(evidence: Mapping[str, Mapping[Where, Evidence]]) -> Table:
+    """The paper's 96 cells in both protocols: accuracy % / variance ×100 in the window; with the
+    numbers of partitions × seeds, and of configurations tried, where runs are."""
     rows = []
     for data in TITLES:
         for method in PAPER:
-            cells = {f"{alpha:g}": _cell(evidence.get((data, alpha)), method) for alpha in ALPHAS}
+            cells = {}
+            for protocol in PRIMARY:
+                seen = [evidence.get(protocol, {}).get((data, alpha)) for alpha in ALPHAS]
+                for alpha, one in zip(ALPHAS, seen, strict=True):
+                    cells[f"{protocol}{alpha:g}"] = _cell(one, method)
+                told = {f"{one.repeats}; {one.tried.get(method, 1)}" for one in seen
+                        if one is not None and method in one.run}  # fmt: skip
+                cells[f"{protocol}n"] = ", ".join(sorted(told)) or "not measured"
             rows.append(Row(f"{TITLES[data]}, {method}", cells))
-    columns = [Column(f"{alpha:g}", f"α {alpha:g}") for alpha in ALPHAS]
-    return Table(title, columns, rows, ["Accuracy % / variance ×100, mean over the pairs and the "
-                 "window; in brackets the number of pairs and the configuration."],
-                 of="cell")  # fmt: skip
+    columns = []
+    for protocol in PRIMARY:
+        columns += [Column(f"{protocol}{alpha:g}", f"{protocol}, α {alpha:g}") for alpha in ALPHAS]
+        columns += [Column(f"{protocol}n", f"{protocol}: partitions × seeds; tried")]
+    return Table("The cells", columns, rows, [], of="cell")
 
 
 def _cell(seen: Evidence | None, method: str) -> str:
@@ -373,5 +418,4 @@ def _cell(seen: Evidence | None, method: str) -> str:
         return "div."
     over = seen.over_pairs()
     accuracy, variance = (100 * over.mean(q, method) for q in ("accuracy", "variance"))
-    used = seen.configurations.get(method, "")
-    return f"{accuracy:.2f} / {variance:.3f} ({over.pairs}; {used})"
+    return f"{accuracy:.2f} / {variance:.3f}"
