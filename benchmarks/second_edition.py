@@ -36,6 +36,7 @@ from fairvar.report.sentences import (
     evidence_of,
     judge,
     judge_apart,
+    paper_table,
     scoreboard,
     sentences_table,
 )
@@ -319,12 +320,13 @@ def restore(machine: Machine, out: Path) -> None:
 
 def verdicts(folders: Sequence[Path]) -> str:
     """The ten sentences, our readings and the cells of the runs in these archives together."""
-    found = evidence_of(gather(*folders))
+    groups = gather(*folders)
+    found = evidence_of(groups)
     notes = ["Windows (last quarter of the rounds), test data, paired over (partition, seed) and "
              "clients. p-values: the larger of bootstrap and t test."]  # fmt: skip
     holm = "Adjusted by Holm's rule over the ten sentences of this protocol."
     apart = "Not adjusted: readings of ours, not sentences of the paper."
-    tables = [scoreboard(found), cells_table(found)]
+    tables = [scoreboard(found), cells_table(found), paper_table(groups)]
     for protocol, evidence in sorted(found.items()):
         about = f"{protocol}, {MODELS[protocol]} model"
         tables += [

@@ -16,7 +16,8 @@ from typing import Literal
 import numpy as np
 
 from fairvar.errors import BadInput
-from fairvar.report.compare import DATASETS, FEDAVG, PAPER, POINT, SHARE
+from fairvar.metrics import mean_and_variance
+from fairvar.report.compare import DATASETS, FEDAVG, PAPER, POINT, SHARE, printed
 from fairvar.report.over_pairs import DRAWS, OverPairs, Tested, Window, holm, simes
 from fairvar.report.table import Column, Row, Table
 from fairvar.runs.trials import Group
@@ -419,3 +420,32 @@ def _cell(seen: Evidence | None, method: str) -> str:
     over = seen.over_pairs()
     accuracy, variance = (100 * over.mean(q, method) for q in ("accuracy", "variance"))
     return f"{accuracy:.2f} / {variance:.3f}"
+
+
+def paper_table(groups: Sequence[Group]) -> Table:
+    """The paper's numbers and ours, at the rounds that validation chose: tables, local models."""
+    found: dict[tuple[Where, str], list[np.ndarray]] = {}
+    for group in groups:
+        data = DATASETS.get(group.source)
+        if data is None or group.alpha is None or group.config.protocol != "tables":
+            continue
+        for r in group.results:
+            ours = [] if r.at is None else [np.stack(mean_and_variance(r.seed_scores("local")))]
+            found.setdefault(((data, group.alpha), r.label), []).extend(ours)
+    rows = []
+    for data in TITLES:
+        for method in PAPER:
+            cells = {}
+            for alpha in ALPHAS:
+                theirs = printed(data, alpha, method)
+                cells[f"paper{alpha:g}"] = " / ".join(f"{theirs[k].value:.2f}" for k in theirs)
+                ours = found.get(((data, alpha), method))
+                cells[f"ours{alpha:g}"] = "not measured" if ours is None else "div."
+                if ours:
+                    accuracy, variance = 100 * np.concatenate(ours, axis=1).mean(1)
+                    cells[f"ours{alpha:g}"] = f"{accuracy:.2f} / {variance:.3f}"
+            rows.append(Row(f"{TITLES[data]}, {method}", cells))
+    columns = [Column(f"{whose}{alpha:g}", f"α {alpha:g}, {whose}")
+               for alpha in ALPHAS for whose in ("paper", "ours")]  # fmt: skip
+    return Table("The paper's numbers and ours (tables, local models)", columns, rows, [],
+                 of="cell")  # fmt: skip
