@@ -479,6 +479,7 @@ def claims_table(groups: Sequence[Group]) -> Table | None:
         "Whose: a sentence of the paper, in our words, or our reading of its tables.",
         "Alike (equal, like): reproduced if the 95 % interval lies within ±1 point of accuracy or "
         "±10 % of FedAvg's variance, not reproduced if it lies beyond, otherwise undecided.",
+        "A row is about one federation, and no verdict is adjusted for the number of rows.",
         "Each interval has 95 %: some of so many exclude zero by chance. The choice of the "
         "configurations is not resampled.",
     ]

@@ -339,7 +339,7 @@ def _place(where: Where) -> str:
 def sentences_table(judged: Sequence[Judged], title: str, notes: Sequence[str]) -> Table:
     rows = []
     for j in judged:
-        cells = {"verdict": j.verdict}
+        cells: dict[str, str] = {"verdict": j.verdict}
         if j.decides is not None:
             where, c = j.decides
             value, low, high = (100 * x for x in (c.tested.value, c.tested.low, c.tested.high))
@@ -439,10 +439,10 @@ def paper_table(groups: Sequence[Group]) -> Table:
             for alpha in ALPHAS:
                 theirs = printed(data, alpha, method)
                 cells[f"paper{alpha:g}"] = " / ".join(f"{theirs[k].value:.2f}" for k in theirs)
-                ours = found.get(((data, alpha), method))
-                cells[f"ours{alpha:g}"] = "not measured" if ours is None else "div."
-                if ours:
-                    accuracy, variance = 100 * np.concatenate(ours, axis=1).mean(1)
+                seen = found.get(((data, alpha), method))
+                cells[f"ours{alpha:g}"] = "not measured" if seen is None else "div."
+                if seen:
+                    accuracy, variance = 100 * np.concatenate(seen, axis=1).mean(1)
                     cells[f"ours{alpha:g}"] = f"{accuracy:.2f} / {variance:.3f}"
             rows.append(Row(f"{TITLES[data]}, {method}", cells))
     columns = [Column(f"{whose}{alpha:g}", f"α {alpha:g}, {whose}")
