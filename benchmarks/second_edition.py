@@ -32,6 +32,8 @@ from typing import Any
 import numpy as np
 
 from fairvar.report.sentences import (
+    Evidence,
+    Where,
     cells_table,
     evidence_of,
     judge,
@@ -322,6 +324,8 @@ def verdicts(folders: Sequence[Path]) -> str:
     """The ten sentences, our readings and the cells of the runs in these archives together."""
     groups = gather(*folders)
     found = evidence_of(groups)
+    for folder in folders:
+        _add_diverged(found, folder.parent)
     notes = ["Windows (last quarter of the rounds), test data, paired over (partition, seed) and "
              "clients. p-values: the larger of bootstrap and t test."]  # fmt: skip
     holm = "Adjusted by Holm's rule over the ten sentences of this protocol."
@@ -334,6 +338,21 @@ def verdicts(folders: Sequence[Path]) -> str:
             sentences_table(judge_apart(evidence), f"Our readings, {about}", [*notes, apart]),
         ]
     return "\n".join(render(table, "markdown") for table in tables)
+
+
+def _add_diverged(found: dict[str, dict[Where, Evidence]], study: Path) -> None:
+    """Methods of which every configuration diverged in tuning: they have no final runs."""
+    if not (study / "choices.json").is_file():
+        return
+    data, _, protocol = study.name.rpartition("-")
+    table = json.loads((study / "choices.json").read_text("utf-8"))
+    methods = {(row["alpha"], row["method"]) for row in table}
+    last = max(row["rung"] for row in table)
+    won = {(row["alpha"], row["method"]) for row in table if row["rung"] == last and row["goes on"]}
+    for alpha, label in methods - won:
+        place = found.setdefault(protocol, {})
+        before = place.get((data, alpha), Evidence({}))
+        place[data, alpha] = replace(before, diverged=before.diverged | {label})
 
 
 def main() -> None:

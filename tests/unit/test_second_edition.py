@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from fairvar.report.sentences import Evidence
 from fairvar.runs.select import Criterion, Curve
 from fairvar.runs.trials import Summary
-from second_edition import STUDIES, SURVIVORS, choices_text, chosen, final_cells, key, score
+from second_edition import (
+    STUDIES,
+    SURVIVORS,
+    _add_diverged,
+    choices_text,
+    chosen,
+    final_cells,
+    key,
+    score,
+)
 
 WITH_RATES = [name for name, study in STUDIES.items() if study.rates]
 
@@ -44,7 +56,7 @@ def test_a_rung_is_scored_on_its_last_quarter() -> None:
     assert score(Summary((), True, {}, {}, births), criterion)[0] == -np.inf
 
 
-def test_the_final_runs_use_what_was_chosen() -> None:
+def test_the_final_runs_use_what_was_chosen(tmp_path: Path) -> None:
     study = replace(STUDIES["mnist-boxes"], alphas=(0.1,), pairs=2)
     cells = study.plan(100, study.rungs[0]).cells
     first = {cell.method.label: cell for cell in cells}
@@ -61,3 +73,8 @@ def test_the_final_runs_use_what_was_chosen() -> None:
         (1, 1, 2000),
     }
     assert "| AFL | all diverged |" in choices_text(table)
+    (tmp_path / "mnist-boxes").mkdir()
+    (tmp_path / "mnist-boxes" / "choices.json").write_text(json.dumps(table))
+    found = {"boxes": {("mnist", 0.1): Evidence({})}}
+    _add_diverged(found, tmp_path / "mnist-boxes")
+    assert found["boxes"]["mnist", 0.1].diverged == {"AFL"}

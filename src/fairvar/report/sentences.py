@@ -67,7 +67,7 @@ class Evidence:
     configurations: Mapping[str, str] = field(default_factory=dict)  # by method, in words
     tried: Mapping[str, int] = field(default_factory=dict)  # configurations by method
     draws: int = DRAWS
-    _over: list[OverPairs] = field(default_factory=list)
+    _over: list[OverPairs] = field(default_factory=list, init=False, compare=False)
 
     def over_pairs(self) -> OverPairs:
         if not self._over:
