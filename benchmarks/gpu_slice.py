@@ -20,6 +20,10 @@ condense` and `fairvar report` read, and slice.json: the commit, the device, wal
     workers = 8
     keep = "chosen"                         # or "all": the histories of all runs
     earlier = ["results/mnist"]             # condensed results whose runs are there already
+    [[study]]                               # tuning and final runs by second_edition.py, instead
+    name = "cifar10-boxes"                  # runs go to STORE/runs/NAME, archives to OUT/NAME
+    workers = 4
+    earlier = "results/second"              # archives of earlier calls
 
 Nothing but the standard library is used here; fairvar itself runs as a process of its own, with the
 folder .carry beside the checkout for packages that the machine lacks (benchmarks/README.md).
@@ -105,7 +109,15 @@ def run(slice_file: Path, store: Path, out: Path, only: str | None) -> None:
     end = time.monotonic() + seconds(plan["budget"]) - seconds(plan.get("condensing", "90s"))
     told: dict[str, Any] = {"slice": slice_file.name, "commit": _commit(), "sweeps": []}
     told["mps"] = bool(plan.get("mps")) and _start_mps()
-    for sweep in [s for s in plan["sweep"] if only in (None, s["name"])]:
+    for study in [s for s in plan.get("study", []) if only in (None, s["name"])]:
+        left = end - time.monotonic()
+        if left < 10:
+            print(f"no time left for {study['name']}", flush=True)
+            continue
+        told["sweeps"].append(_study(study, store, out, left))
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "slice.json").write_text(json.dumps(told, indent=2) + "\n")
+    for sweep in [s for s in plan.get("sweep", []) if only in (None, s["name"])]:
         left = end - time.monotonic()
         if left < 10:
             print(f"no time left for {sweep['name']}", flush=True)
@@ -130,13 +142,30 @@ def run(slice_file: Path, store: Path, out: Path, only: str | None) -> None:
     print(json.dumps(told, indent=2))
 
 
+def _study(study: dict[str, Any], store: Path, out: Path, left: float) -> dict[str, Any]:
+    """A study of the second edition, which condenses its runs itself; exit code 3: to continue."""
+    started, runs = time.monotonic(), store / "runs"
+    command = ["benchmarks/second_edition.py", "run", study["name"], str(runs), str(out),
+               "--workers", str(study.get("workers", 1)), "--device", study.get("device", "cuda"),
+               "--earlier", study.get("earlier", str(out)), *study.get("options", [])]  # fmt: skip
+    code = _python([*command, "--budget", f"{left:.0f}"], store)
+    spent = round(time.monotonic() - started, 1)
+    return {"name": study["name"], "command": " ".join(["python", *command]), "exit": code,
+            "seconds": spent, **_counts(runs / study["name"], "*/*")}  # fmt: skip
+
+
 def _fairvar(arguments: list[str], store: Path) -> int:
-    """The command line in a process of its own, which finds the data in the store."""
+    """The command line."""
+    return _python(["-m", "fairvar", *arguments], store)
+
+
+def _python(arguments: list[str], store: Path) -> int:
+    """A process of its own, which finds the data in the store."""
     carried = [] if find_spec("msgspec") else [str(ROOT / ".carry")]
     path = os.pathsep.join([str(ROOT / "src"), *carried])
     data = os.environ.get("FAIRVAR_DATA", str(store / "data"))
     environment = {**os.environ, "PYTHONPATH": path, "FAIRVAR_DATA": data, "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "fairvar", *arguments]
+    command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode  # noqa: S603
 
 
@@ -166,15 +195,15 @@ def _unpack(archive: Path, runs: Path) -> None:
         content.extractall(runs, filter="data")
 
 
-def _counts(runs: Path) -> dict[str, Any]:
-    made = list(_manifests(runs))
+def _counts(runs: Path, below: str = "*") -> dict[str, Any]:
+    made = list(_manifests(runs, below))
     devices = sorted({str(m["birth"]["device"]) for m in made})
     torch = sorted({str(m["birth"]["torch"]) for m in made})
     return {"runs": len(made), "device": devices, "torch": torch}
 
 
-def _manifests(runs: Path) -> Iterator[dict[str, Any]]:
-    for path in sorted(runs.glob("*/manifest.json")):
+def _manifests(runs: Path, below: str) -> Iterator[dict[str, Any]]:
+    for path in sorted(runs.glob(f"{below}/manifest.json")):
         yield json.loads(path.read_text())
 
 

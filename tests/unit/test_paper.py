@@ -21,11 +21,12 @@ UP, DOWN = Difference(1.0, 0.5, 1.5), Difference(-1.0, -1.5, -0.5)
 NOISE = Difference(0.2, -0.5, 0.9)
 
 
-def test_alike_is_undecided_unless_a_difference_is_clear() -> None:
-    assert _verdict(ALIKE, {"a": NOISE, "b": NOISE})[0] == "undecided: no clear difference"
-    told, pair = _verdict(ALIKE, {"a": NOISE, "b": DOWN})
-    assert told == "not reproduced: clear for b"
-    assert pair == "b"
+def test_alike_is_within_the_margin_beyond_it_or_undecided() -> None:
+    assert _verdict(ALIKE, {"a": NOISE, "b": NOISE}, 1.0)[0] == "reproduced: within the margin"
+    told, pair = _verdict(ALIKE, {"a": NOISE, "b": DOWN}, 0.4)
+    assert (told, pair) == ("not reproduced: beyond the margin for b", "b")
+    told, pair = _verdict(ALIKE, {"a": NOISE, "b": DOWN}, 0.6)
+    assert (told, pair) == ("undecided: not within the margin; clear for b", "b")
 
 
 def test_a_direction_must_be_clear_against_everyone() -> None:

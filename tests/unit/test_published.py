@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,9 @@ from fairvar.runs.verify import check_files
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted(path.parent for path in (ROOT / "results").rglob("runs.tar.xz"))
 NAMES = [str(path.relative_to(ROOT / "results")) for path in RESULTS]
+REPORTED = [path for path in RESULTS if (path / "report").is_dir()]  # others: second edition
+STUDIES = sorted(path.parent for path in (ROOT / "results" / "second").glob("*/sentences.md"))
+FIRST = [ROOT / "results" / name for name in ("mnist", "cifar10", "cifar10/larger_step")]
 
 
 def published(folder: Path) -> list[Path]:
@@ -30,7 +35,7 @@ def test_every_file_is_as_it_was_written(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", RESULTS, ids=NAMES)
+@pytest.mark.parametrize("folder", REPORTED, ids=lambda f: str(f.relative_to(ROOT / "results")))
 def test_the_published_report_comes_out_again(folder: Path, tmp_path: Path) -> None:
     groups = gather(folder)
     write_report(groups, tmp_path, f"fairvar: {groups[0].config.name}")
@@ -38,6 +43,31 @@ def test_the_published_report_comes_out_again(folder: Path, tmp_path: Path) -> N
     assert {"table-" in f.name for f in files} == {True, False}
     differ = [f.name for f in files if f.read_bytes() != (tmp_path / f.name).read_bytes()]
     assert differ == []
+
+
+def verdicts(*folders: Path) -> str:
+    command = [sys.executable, "benchmarks/second_edition.py", "sentences", *map(str, folders)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def squeezed(text: str) -> list[str]:
+    """Rows of tables without padding."""
+    return [re.sub(r" {2,}", " ", line) for line in text.splitlines() if line.startswith("| ")]
+
+
+@pytest.mark.slow
+def test_the_verdicts_on_the_first_edition_come_out_again_and_stand_in_the_page() -> None:
+    published = (ROOT / "results" / "sentences.md").read_text("utf-8")
+    assert verdicts(*FIRST) == published
+    page = set(squeezed((ROOT / "docs" / "reproduction.md").read_text("utf-8")))
+    rows, cells = squeezed(published)[1:], 10 + 1 + 32 + 1 + 32
+    assert [row for row in rows[:cells] if row not in page] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("study", STUDIES, ids=lambda f: f.name)
+def test_the_verdicts_of_the_second_edition_come_out_again(study: Path) -> None:
+    assert verdicts(study / "final").strip() == (study / "sentences.md").read_text("utf-8").strip()
 
 
 @pytest.mark.parametrize("folder", RESULTS, ids=NAMES)
@@ -48,4 +78,4 @@ def test_every_archive_has_the_list_that_condense_would_write(folder: Path, tmp_
 
 def test_all_results_together_stay_small() -> None:
     assert RESULTS
-    assert sum(f.stat().st_size for f in published(ROOT / "results")) < 20_000_000
+    assert sum(f.stat().st_size for f in published(ROOT / "results")) < 40_000_000

@@ -1,0 +1,80 @@
+"""The driver of the second edition: equal budgets, rungs end with an evaluation, the window."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fairvar.report.sentences import Evidence
+from fairvar.runs.select import Criterion, Curve
+from fairvar.runs.trials import Summary
+from second_edition import (
+    STUDIES,
+    SURVIVORS,
+    _add_diverged,
+    choices_text,
+    chosen,
+    final_cells,
+    key,
+    score,
+)
+
+WITH_RATES = [name for name, study in STUDIES.items() if study.rates]
+
+
+@pytest.mark.parametrize("name", WITH_RATES)
+def test_every_method_has_twelve_configurations(name: str) -> None:
+    study = STUDIES[name]
+    cells = study.plan(study.tuning[0], study.rungs[0]).cells
+    counts = Counter((cell.method.label, key(cell)) for cell in cells)
+    assert set(Counter(label for label, _ in counts).values()) == {12 * len(study.alphas)}
+    assert {(c.data.seed, c.train.seed, c.select.m) for c in cells} == {(100, 100, 5)}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_rungs_end_with_an_evaluation_and_tuning_pairs_are_not_reported(name: str) -> None:
+    study = STUDIES[name]
+    assert [rounds % study.every for rounds in (*study.rungs, study.rounds)] == [0] * 4
+    assert study.rounds // study.every == (30 if name == "tiny_imagenet-tables" else 50)
+    assert not set(study.tuning) & set(range(study.pairs))
+
+
+def test_a_rung_is_scored_on_its_last_quarter() -> None:
+    mean = np.array([0.9, 0.5, 0.5, 0.6, 0.8])
+    curve = Curve(mean, np.full(5, 0.05))
+    births = [{"seed": 100}]
+    rounds = [40, 80, 150, 160, 200]
+    criterion = Criterion(m=5)
+    found, variance = score(Summary(rounds, False, {"global": curve}, {}, births), criterion)
+    assert found == pytest.approx(0.7 - 1.96 * 0.1)
+    assert variance == pytest.approx(0.05)
+    assert score(Summary((), True, {}, {}, births), criterion)[0] == -np.inf
+
+
+def test_the_final_runs_use_what_was_chosen(tmp_path: Path) -> None:
+    study = replace(STUDIES["mnist-boxes"], alphas=(0.1,), pairs=2)
+    cells = study.plan(100, study.rungs[0]).cells
+    first = {cell.method.label: cell for cell in cells}
+    table = [{"alpha": 0.1, "method": label, "lr": cell.train.lr, "parameter": None, "score": 0.5,
+              "rank": 1, "key": key(cell), "rung": len(SURVIVORS), "goes on": True}
+             for label, cell in first.items() if label != "AFL"]  # fmt: skip
+    table.append({"alpha": 0.1, "method": "AFL", "lr": 0.1, "parameter": None, "score": None,
+                  "rank": 1, "key": key(first["AFL"]), "rung": 3, "goes on": False})  # fmt: skip
+    final = final_cells(study, table)
+    assert {key(cell) for cell in final} == chosen(table)
+    assert Counter(c.method.label for c in final) == dict.fromkeys(first.keys() - {"AFL"}, 2)
+    assert {(c.data.seed, c.train.seed, c.train.rounds) for c in final} == {
+        (0, 0, 2000),
+        (1, 1, 2000),
+    }
+    assert "| AFL | all diverged |" in choices_text(table)
+    (tmp_path / "mnist-boxes").mkdir()
+    (tmp_path / "mnist-boxes" / "choices.json").write_text(json.dumps(table))
+    found = {"boxes": {("mnist", 0.1): Evidence({})}}
+    _add_diverged(found, tmp_path / "mnist-boxes")
+    assert found["boxes"]["mnist", 0.1].diverged == {"AFL"}
