@@ -46,11 +46,11 @@ from fairvar.report.table import render
 from fairvar.runs.archive import condense
 from fairvar.runs.config import Config
 from fairvar.runs.experiments import sweep
+from fairvar.runs.formats import write_text
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather, stored_runs
 from fairvar.runs.runner import run_folder
 from fairvar.runs.select import Criterion
-from fairvar.runs.store import write_text
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.trials import Summary
 

@@ -40,7 +40,6 @@ def group(
         kind=[], passport=passport,
         births=[{"seed": seed} for seed in range(seeds)],
         criterion=SimpleNamespace(model="global"), config=SimpleNamespace(protocol="boxes"),
-        metric=ACCURACY,
     )  # fmt: skip
 
 

@@ -37,8 +37,8 @@ from fairvar.report.style import (
 from fairvar.report.table import mean_and_standard_error
 from fairvar.scores import ACCURACY, Metric
 
-# Inches: the widths of figures that share a row of a page and of those with many panels, so that the
-# text of either is alike.
+# Inches: the widths of figures that share a row of a page and of those with many panels, so that
+# the text of either is alike.
 HALF, FULL = 5.6, 8.8
 
 
