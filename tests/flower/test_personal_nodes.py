@@ -10,14 +10,14 @@ import torch
 pytest.importorskip("flwr")
 
 from safetensors.torch import load
-from test_in_process import DEFAULT, expected
+from test_in_process import expected
 
 import fairvar as fv
 from fairvar.deploy.client import ROUNDS
 from fairvar.deploy.flower.server import run_on
 from fairvar.deploy.flower.setup import read_setup
 from fairvar.runs.stored import StoredRun
-from grids import InProcessGrid
+from grids import DEFAULT, InProcessGrid
 
 CLIENTS = 5
 NODES = {100 + 7 * i: i for i in range(CLIENTS)}
