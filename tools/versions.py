@@ -7,9 +7,9 @@ after the other, in --folder, and deleted unless --keep is given.
 
     python tools/versions.py 2.6.0 newest --folder /tmp/versions --keep
 
-With --extra the packages of that extra are installed at their floors and at the newest versions that
-pyproject.toml allows, and the extra's tests run. Everything else is that of the environment that
-runs this script, which has fairvar's `dev`:
+With --extra the packages of that extra are installed at their floors and at the newest versions
+that pyproject.toml allows, and the extra's tests run. Everything else is that of the environment
+that runs this script, which has fairvar's `dev`:
 
     .venv/bin/python tools/versions.py --extra tensorboard pandas
 """

@@ -34,8 +34,8 @@ class Metric:
 
     The function gets torch tensors with the samples first, on the device of the run, and gives a
     number or a tensor of one element; NaN where the score is not defined. `bounds` are the smallest
-    and the largest score, such as (0, 1), which is shown in percent; None: it has no bounds. A plain
-    function in place of a Metric is Metric(function): higher is better, without bounds.
+    and the largest score, such as (0, 1), which is shown in percent; None: it has no bounds. A
+    plain function in place of a Metric is Metric(function): higher is better, without bounds.
     """
 
     # None: follows from the loss, or was read from a file. Metrics are equal by name and facts, so
@@ -149,8 +149,8 @@ def _checked_bounds(name: str, bounds: Any) -> tuple[float, float]:
 
 
 def metric_of(given: object) -> Metric:
-    """A metric, by name, by "package.module:attribute", as it is, or of a function, whose scores are
-    then better the higher they are."""
+    """A metric, by name, by "package.module:attribute", as it is, or of a function, whose scores
+    are then better the higher they are."""
     if isinstance(given, str) and given in METRICS:
         return METRICS[given]
     if isinstance(given, str) and ":" in given:
