@@ -1,10 +1,17 @@
-"""Tests against several versions of torch, each in an environment of its own: `make versions`.
+"""Tests against several versions of torch, or of what an extra brings, each in an environment of
+its own: `make versions`.
 
 By default the floor in pyproject.toml, the version in constraints.txt and the newest that pip
 finds. A build of torch for CUDA takes about 8 GB while it is tested; environments are made one
 after the other, in --folder, and deleted unless --keep is given.
 
     python tools/versions.py 2.6.0 newest --folder /tmp/versions --keep
+
+With --extra the packages of that extra are installed at their floors and at the newest versions
+that pyproject.toml allows, and the extra's tests run. Everything else is that of the environment
+that runs this script, which has fairvar's `dev`:
+
+    .venv/bin/python tools/versions.py --extra tensorboard pandas
 """
 
 from __future__ import annotations
@@ -14,15 +21,33 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import tomllib
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 ROOT = Path(__file__).parents[1]
 TESTS = ("tests/contract", "tests/golden", "tests/equivalence/test_engines.py")
 FOR_TESTS = ("beartype", "hypothesis", "matplotlib", "pillow", "pytest", "scipy")
 GIGABYTES = 12
+OWN_DATA, RAY = ["tests/unit/test_own_data.py"], ["tests/unit/test_cluster.py"]
+TESTS_OF = {
+    "plot": ["tests/unit/test_figures.py"],
+    "vision": ["tests/unit/test_sources.py"],
+    "pandas": OWN_DATA,
+    "datasets": OWN_DATA,
+    "flwr-datasets": OWN_DATA,
+    "tensorboard": ["tests/unit/test_callbacks.py"],
+    "flower": ["tests/flower/test_in_process.py"],
+    "ray": RAY,
+    "simulation": [*RAY, "tests/flower/test_simulation.py"],
+    "privacy": ["tests/flower/test_privacy.py"],
+    "docs": ["tests/unit/test_notebooks.py"],
+    "release": ["tests/wheel"],
+}
 
 
 def dependencies() -> list[str]:
@@ -57,6 +82,38 @@ def install(version: str, place: Path) -> Path:
     return python
 
 
+def requirements(extra: str) -> list[Requirement]:
+    """What an extra names, also by other extras."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = []
+    for need in map(Requirement, project["optional-dependencies"][extra]):
+        inner = [r for name in sorted(need.extras) for r in requirements(name)]
+        found += inner if need.name == "fairvar" else [need]
+    return found
+
+
+def floor(need: Requirement) -> str:
+    (least,) = [s.version for s in need.specifier if s.operator == ">="]
+    return f"{need.name}{'[' + ','.join(need.extras) + ']' if need.extras else ''}=={least}"
+
+
+def install_extra(extra: str, which: str, place: Path) -> tuple[Path, str]:
+    """The environment's Python, and the versions that it has of the extra's packages. The packages
+    of this environment are found behind its own."""
+    python, needs = place / "bin" / "python", requirements(extra)
+    subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
+    (own,) = place.glob("lib/python*/site-packages")
+    (own / "behind.pth").write_text(sysconfig.get_path("purelib"))
+    wanted = [floor(n) if which == "floor" else str(n) for n in needs]
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir", "--upgrade"]
+    subprocess.run([*pip, *wanted], check=True)
+    ask = (
+        f"import importlib.metadata as m; print(*[m.version(n) for n in {[n.name for n in needs]}])"
+    )
+    done = subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=True)
+    return python, done.stdout.strip()
+
+
 def tested(python: Path, tests: list[str]) -> tuple[str, str]:
     """(torch's own version, the last line of pytest)."""
     ask = [str(python), "-c", "import torch; print(torch.__version__)"]
@@ -78,20 +135,27 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="for the environments; a temporary one else")
     parser.add_argument("--keep", action="store_true", help="keep the environments")
     parser.add_argument("--tests", nargs="+", default=list(TESTS))
+    parser.add_argument("--extra", nargs="+", choices=TESTS_OF, default=[], help="instead of torch")
     asked = parser.parse_args()
     folder = asked.folder or Path(tempfile.mkdtemp(prefix="fairvar-versions-"))
     folder.mkdir(parents=True, exist_ok=True)
     rows = []
-    for version in asked.versions or defaults():
-        place, started = folder / version, time.monotonic()
+    extras = [f"{extra} {which}" for extra in asked.extra for which in ("floor", "newest")]
+    for name in extras or asked.versions or defaults():
+        place, started = folder / name.replace(" ", "-"), time.monotonic()
         try:
-            found, result = tested(install(version, place), asked.tests)
+            if extras:
+                extra, which = name.split()
+                python, found = install_extra(extra, which, place)
+                result = tested(python, TESTS_OF[extra])[1]
+            else:
+                found, result = tested(install(name, place), asked.tests)
         except subprocess.CalledProcessError as error:
-            found, result = version, f"could not be installed or imported ({error})"
+            found, result = name, f"could not be installed or imported ({error})"
         finally:
             if not asked.keep:
                 shutil.rmtree(place, ignore_errors=True)
-        rows.append((version, found, result, f"{time.monotonic() - started:.0f} s"))
+        rows.append((name, found, result, f"{time.monotonic() - started:.0f} s"))
     if not asked.keep and asked.folder is None:
         shutil.rmtree(folder, ignore_errors=True)
     print(*(f"{a:<10} {b:<16} {c}  ({d})" for a, b, c, d in rows), sep="\n")
