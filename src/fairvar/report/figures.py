@@ -37,7 +37,7 @@ from fairvar.report.style import (
 from fairvar.report.table import mean_and_standard_error
 from fairvar.scores import ACCURACY, Metric
 
-# Inches: the widths of figures that share a row of a page and of those with many panels, so that
+# Inches: the widths of figures that share a row of a page, and of those with many panels, so that
 # the text of either is alike.
 HALF, FULL = 5.6, 8.8
 
@@ -164,7 +164,7 @@ def differences(
     # a panel with one method of many, such as Ditto's personal models, takes less room
     shares = [0.7 if 4 * len(values) < len(labels) else 1.0 for values in found.values()]
     width = HALF if len(found) < 3 else max(FULL, 2 * sum(shares) + 0.7)
-    figure = new_figure(width, 0.19 * len(labels) + 0.75)
+    figure = new_figure(width, 0.19 * len(labels) + 0.87)
     panels = figure.subplots(1, len(found), sharey=True, squeeze=False, width_ratios=shares)[0]
     for axes, (name, values) in zip(panels, found.items(), strict=True):
         axes.axvline(0, color=GREY, lw=0.8)
@@ -175,7 +175,7 @@ def differences(
                 axes.plot([low, high], [row, row], color=style.colour, lw=1.2 if clear else 0.7)
                 axes.plot(value, row, style.marker, color=style.colour, ms=4.5,
                           mfc=style.colour if clear else "white")  # fmt: skip
-        axes.set_title(name, loc="left", color=DARK)
+        axes.set_title(name.replace(", ", "\n"), loc="left", color=DARK)
         axes.set_xlabel(units[name])
         axes.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
         axes.spines["left"].set_visible(False)
