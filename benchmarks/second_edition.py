@@ -23,6 +23,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ from fairvar.runs.experiments import sweep
 from fairvar.runs.formats import write_text
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather, stored_runs
-from fairvar.runs.runner import run_folder
+from fairvar.runs.runner import Interrupted, run_folder
 from fairvar.runs.select import Criterion
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.trials import Summary
@@ -378,7 +379,11 @@ def main() -> None:
     study = tiny(study) if a.tiny else study
     machine = Machine(a.store / a.study, a.workers, time.monotonic() + a.budget)
     restore(machine, (a.earlier or a.out) / a.study)
-    raise SystemExit(0 if run(a.study, study, machine, a.out / a.study) else 3)
+    try:
+        done = run(a.study, study, machine, a.out / a.study)
+    except Interrupted as stopped:
+        sys.exit(str(stopped))
+    sys.exit(0 if done else 3)
 
 
 if __name__ == "__main__":
