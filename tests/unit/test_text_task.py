@@ -16,7 +16,7 @@ from fairvar.data.readers import text
 from fairvar.errors import IntegrityError
 from fairvar.models import LSTM, Transformer, build, check_model
 from fairvar.runs.plan import Plan
-from fairvar.runs.runner import Watch, class_counts, run_cell, run_folder
+from fairvar.runs.runner import Watch, run_cell, run_folder
 from fairvar.runs.stored import StoredRun
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def test_a_federation_of_roles(play: Path) -> None:
     assert (plays.classes, plays.input_shape) == (65, (64,))
     answers = sum(int(split.answers.sum()) for split in plays.splits.values())
     assert answers == 1999 + 2999
-    assert class_counts(plays).sum() == int(plays.train.answers.sum())
+    assert plays.class_counts.sum() == int(plays.train.answers.sum())
     shares = plays.provenance
     assert 0 < shares["mean_total_variation"] < shares["majority_share"] < 0.3
     with pytest.raises(fv.BadInput, match="set clients to 2"):
