@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 import fairvar as fv
+from fairvar.common.tree import Tree, add, scale, squared_norm, subtract, tree_map
 from fairvar.deploy.client import GRADIENT, LOSS, MODEL, Agreement, Client, Message, grouped
 from fairvar.deploy.guard import OFF, FederationSettings, dishonest_among, mean_loss, median_length
 from fairvar.deploy.run import Federated, LocalTransport, federate, local_clients
 from fairvar.deploy.server import MEMORY
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
-from fairvar.tree import Tree, add, scale, squared_norm, subtract, tree_map
 
 METHODS: dict[str, fv.Method] = {
     m.label: m

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fairvar import rng
+from fairvar.common import rng
 
 ROOT = Path(__file__).resolve().parent.parent
 MNIST = ROOT.parent / "shared" / "data" / "mnist"

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fairvar.common.files import write_bytes
 from fairvar.data.fetch import datasets_dir
 from fairvar.errors import FairvarError, IntegrityError
-from fairvar.files import write_bytes
 
 SIDE, ROWS = 32, 500
 CIFAR10 = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")

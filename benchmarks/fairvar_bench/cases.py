@@ -8,12 +8,12 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 
+from fairvar.common.validation import Checked, Count, Positive
 from fairvar.data.federation import Federation
 from fairvar.data.partition import Dirichlet
 from fairvar.errors import BadInput, unknown
 from fairvar.methods import AFL, QFFL, AAggFF, FairGrad, FairLoss, FedAvg, Method
 from fairvar.models import MODELS
-from fairvar.validation import Checked, Count, Positive
 
 Local = Literal["step", "epoch"]
 Kind = Literal["rounds", "grid", "ragged", "memory", "epochs", "flower"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from cyclopts import App
 
 from fairvar.cli.common import Count, Json, PositiveFloat, Workers, print_json, say, show
-from fairvar.process import progress
+from fairvar.common.process import progress
 from fairvar.report.table import (
     to_rich,
 )

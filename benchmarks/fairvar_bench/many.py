@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 import fairvar as fv
+from fairvar.common.process import peak_bytes
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.train import run_rounds
-from fairvar.process import peak_bytes
 from fairvar_bench.cases import METHODS
 
 NUMBERS = (1_000, 10_000, 100_000, 1_000_000)

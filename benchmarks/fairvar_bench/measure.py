@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fairvar.process import peak_bytes, reset_peak, resident_bytes
+from fairvar.common.process import peak_bytes, reset_peak, resident_bytes
 
 Work = Callable[[], object]
 FEWEST_TURNS = 3

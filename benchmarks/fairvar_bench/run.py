@@ -18,13 +18,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 from fairvar._version import __version__
+from fairvar.common.process import Report
 from fairvar.data.federation import Federation
 from fairvar.engine.cuda_graphs import RECORDINGS
 from fairvar.engine.run import arithmetic
 from fairvar.engine.settings import TrainSettings
 from fairvar.engine.train import prepare
 from fairvar.models import build
-from fairvar.process import Report
 from fairvar_bench.cases import CLASSES, CLIENT_LOOPS, METHODS, BenchSettings, Case, cases
 from fairvar_bench.contenders import OURS, make_engine, make_rivals
 from fairvar_bench.flower import Simulation, require_simulation

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fairvar import display, rng
+from fairvar.common import display, rng
 from fairvar.errors import BadInput, shown, unknown
 from fairvar.scores import ACCURACY, ROUNDING, Floats, Metric, Numbers, metric_of
 from fairvar.scores import as_array as as_array

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import fairvar as fv
+from fairvar.common.tree import Tree, scale, subtract, tree_map
 from fairvar.methods.aaggff import CDFS
 from fairvar.methods.base import Memory, Replies
 from fairvar.methods.simplex import minimise_within
-from fairvar.tree import Tree, scale, subtract, tree_map
 
 
 class WithoutMeanGradient(fv.FairLoss, frozen=True, tag="1"):

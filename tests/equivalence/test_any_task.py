@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fairvar as fv
 from checks import distance, same_bytes
-from fairvar import rng
+from fairvar.common import rng
 from fairvar.deploy.client import Agreement
 from fairvar.deploy.guard import FederationSettings
 from fairvar.deploy.run import LocalTransport, federate, local_clients

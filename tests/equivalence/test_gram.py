@@ -8,11 +8,11 @@ from test_engines import TOLERANCE_64, run
 
 import fairvar as fv
 from checks import distance, images, same_bytes
+from fairvar.common.tree import gram
 from fairvar.engine.kernels import compiled
 from fairvar.engine.settings import TrainSettings
 from fairvar.engine.train import prepare
 from fairvar.methods import Memory, Replies
-from fairvar.tree import gram
 
 METHODS: list[fv.Method] = [
     fv.FedMGDA(step=0.05),
@@ -120,5 +120,5 @@ def test_sums_over_columns_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = {"a": torch.randn(4, 3, 5), "b": torch.randn(4, 2), "c": torch.randn(4)}
     flat = torch.cat([leaf.reshape(4, -1) for leaf in tree.values()], 1).double()
     for columns in (1, 4, 1 << 16):
-        monkeypatch.setattr("fairvar.tree.COLUMNS", columns)
+        monkeypatch.setattr("fairvar.common.tree.COLUMNS", columns)
         torch.testing.assert_close(gram(tree), flat @ flat.T, rtol=0, atol=1e-13)

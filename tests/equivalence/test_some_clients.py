@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fairvar as fv
 from checks import FURTHER, FURTHER_OPTIONS, METHODS, OPTIONS, distance, images, same_bytes
+from fairvar.common.tree import squared_norm, subtract
 from fairvar.engine.batches import Cohort, Schedule
 from fairvar.engine.cuda_graphs import RECORDINGS
 from fairvar.engine.grid import Member, train_grid, trains_together
@@ -22,7 +23,6 @@ from fairvar.engine.run import Run
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.train import Checkpoint, prepare, run_rounds
 from fairvar.runs.formats import pack_checkpoint, unpack_checkpoint
-from fairvar.tree import squared_norm, subtract
 
 CLIENTS = 10
 DATA = images(CLIENTS)

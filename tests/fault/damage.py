@@ -29,12 +29,12 @@ import torch
 from safetensors.torch import save
 
 from fairvar.cli.library import run_table
+from fairvar.common.files import seal
+from fairvar.common.process import peak_bytes, reset_peak
 from fairvar.data import sources
 from fairvar.data.readers.arrays import read_idx
 from fairvar.errors import BadInput, FairvarError, IntegrityError
-from fairvar.files import seal
 from fairvar.models.weights import read_tensors
-from fairvar.process import peak_bytes, reset_peak
 from fairvar.report.files import group_table
 from fairvar.report.table import render
 from fairvar.runs.archive import ARCHIVE, LIST, unpacked

@@ -172,7 +172,7 @@ def catches(pid: int, number: int) -> bool:
 
 def _die_in_save(doomed: str, step: str) -> None:
     """Die at once, as in a power cut, inside one step of writing one file."""
-    from fairvar import files
+    from fairvar.common import files
 
     replace, fsync, sync_folder = os.replace, os.fsync, files._sync_folder
     writing = False

@@ -19,8 +19,8 @@ import torch
 from nursery import KEPT, run_bytes
 from safetensors.torch import load, save
 
+from fairvar.common.files import seal, unpack_files
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.files import seal, unpack_files
 from fairvar.runs import runner
 from fairvar.runs.formats import (
     MANIFEST,

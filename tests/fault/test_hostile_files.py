@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load, save
 
 from fairvar.cli import main
+from fairvar.common.files import seal
 from fairvar.data import sources
 from fairvar.errors import BadInput, FairvarError, IntegrityError
-from fairvar.files import seal
 from fairvar.runs.archive import condense, extract
 from fairvar.runs.config import Config, merge_overrides
 from fairvar.runs.formats import MANIFEST

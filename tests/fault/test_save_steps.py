@@ -12,7 +12,7 @@ import pytest
 from nursery import KEPT, STEPS, Nursery, run_bytes, run_folders, sweep_bytes, visible
 
 from commands import call
-from fairvar import files
+from fairvar.common import files
 from fairvar.runs import formats
 from fairvar.runs.formats import MANIFEST, is_complete
 from fairvar.runs.results import stored_runs

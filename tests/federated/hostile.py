@@ -35,6 +35,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 import fairvar as fv
 from checks import METHODS
+from fairvar.common.process import peak_bytes
 from fairvar.deploy.client import Agreement, Client, Message, Stamp
 from fairvar.deploy.flower.transport import (
     ARRAYS,
@@ -48,7 +49,6 @@ from fairvar.deploy.flower.transport import (
 from fairvar.deploy.guard import LONGEST, FederationSettings
 from fairvar.deploy.run import Federated, LocalTransport, federate, local_clients
 from fairvar.engine.settings import EvaluateSettings
-from fairvar.process import peak_bytes
 
 TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1  # as Flower does
 LIAR = 2  # the client that is hostile

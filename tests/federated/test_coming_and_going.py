@@ -12,7 +12,7 @@ from federations import tiny as data
 
 import fairvar as fv
 from checks import METHODS, OPTIONS
-from fairvar import rng
+from fairvar.common import rng
 from fairvar.deploy.client import Message
 from fairvar.deploy.guard import FederationSettings
 from fairvar.deploy.run import LocalTransport, federate, local_clients

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import fairvar as fv
 from checks import METHODS, MODELS, OPTIONS, images
+from fairvar.common.tree import Tree, add, scale, subtract, tree_map
 from fairvar.deploy.client import BUFFERS, GRADIENT, LOSS, MODEL, Message, grouped
 from fairvar.deploy.guard import (
     OFF,
@@ -34,7 +35,6 @@ from fairvar.deploy.guard import (
 from fairvar.deploy.run import Fault, Federated, LocalTransport, federate, local_clients
 from fairvar.deploy.server import MEMORY
 from fairvar.runs.formats import pack_checkpoint, unpack_checkpoint
-from fairvar.tree import Tree, add, scale, subtract, tree_map
 
 BARE = {"norm_bound": OFF, "mean_loss_bound": OFF}
 COLLAPSED = fv.FairLoss(0.5, exact=True, collapsed=True)

@@ -17,12 +17,12 @@ from safetensors.torch import load
 
 import fairvar as fv
 from checks import MODELS, distance, images
+from fairvar.common.tree import Tree
 from fairvar.deploy.client import ROUNDS, Agreement, Client, Message, Stamp, grouped, only
 from fairvar.deploy.guard import FederationSettings
 from fairvar.deploy.run import Fault, Federated, LocalTransport, federate, honest
 from fairvar.engine.train import Checkpoint
 from fairvar.runs.formats import pack_checkpoint, unpack_checkpoint
-from fairvar.tree import Tree
 
 TOLERANCE = 1e-10
 WORK: dict[str, dict] = {

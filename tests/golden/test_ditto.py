@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import fairvar as fv
 from checks import golden_federation, linear_model, run_by
+from fairvar.common.tree import Tree
 from fairvar.engine.kernels import personal
 from fairvar.engine.kernels.personal import WithPersonal
 from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State, advance
-from fairvar.tree import Tree
 
 ENGINES = ("reference", "pooled", "blocked", "vmapped", "linear")
 MESSAGES = ("deployed", "flower")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairvar import rng
+from fairvar.common import rng
 from fairvar.data import IID, Assignment, Dirichlet, Natural, Partition, Shards
 from fairvar.data.partition import _repair, statistics_of
 from fairvar.errors import BadInput

@@ -12,9 +12,10 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "fairvar"
 # A package may import packages of earlier layers only.
 LAYERS: tuple[set[str], ...] = (
-    {"_version", "display", "errors", "rng", "tree"},
+    {"_version", "errors"},
+    {"common"},
     {"scores"},
-    {"files", "metrics", "objectives", "process", "validation"},
+    {"metrics", "objectives"},
     {"data", "methods", "models", "theory"},
     {"engine"},
     {"runs"},

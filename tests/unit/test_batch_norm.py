@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, jvp, vmap
 from torch.nn.functional import cross_entropy
 
+from fairvar.common.tree import Tree, expand, stack, tree_map, typed_as, weighted_sum
 from fairvar.errors import BadInput
 from fairvar.models import PlainBatchNorm, build, call, sample_weight_names, swap_batch_norm
-from fairvar.tree import Tree, expand, stack, tree_map, typed_as, weighted_sum
 
 torch.set_num_threads(1)
 # torch's own forward mode imports something that it deprecates itself.

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairvar import rng
+from fairvar.common import rng
 from fairvar.data import (
     DATASETS,
     IID,

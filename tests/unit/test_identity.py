@@ -21,9 +21,9 @@ from msgspec.structs import replace
 from safetensors.torch import save
 
 from fairvar import cli
+from fairvar.common.files import seal
 from fairvar.data import dataset_sha256, sources
 from fairvar.errors import BadInput, FairvarError, IntegrityError
-from fairvar.files import seal
 from fairvar.methods import METHODS, FedAvg, Method, register
 from fairvar.report.files import group_names, group_table
 from fairvar.report.result_tables import overviews

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from fairvar.process import peak_bytes, reset_peak
+from fairvar.common.process import peak_bytes, reset_peak
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 SIZE = 300 << 20
@@ -29,6 +29,6 @@ def test_a_large_array_raises_the_peak_and_a_reset_lowers_it() -> None:
 
 def test_a_child_does_not_report_its_parents_peak() -> None:
     held = np.ones(SIZE, np.uint8)
-    code = "from fairvar.process import peak_bytes; print(peak_bytes())"
+    code = "from fairvar.common.process import peak_bytes; print(peak_bytes())"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert int(printed.stdout) < SIZE < held.nbytes + 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fairvar as fv
-from fairvar import display
+from fairvar.common import display
 
 EVIL = '<script>alert("x")</script>&'
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fairvar as fv
 from checks import same_bytes
-from fairvar.files import pack_files
+from fairvar.common.files import pack_files
 from fairvar.methods import Replies
 from fairvar.testing import federation
 

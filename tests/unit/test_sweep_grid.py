@@ -18,11 +18,11 @@ from filelock import FileLock
 from msgspec.structs import replace
 
 from fairvar.cli import main
+from fairvar.common.files import pack_files, seal, unpack_files
 from fairvar.engine.grid import Member
 from fairvar.engine.kernels import compiled
 from fairvar.engine.train import Checkpoint, run_rounds
 from fairvar.errors import BadInput
-from fairvar.files import pack_files, seal, unpack_files
 from fairvar.runs import formats, runner, sweep
 from fairvar.runs.formats import MANIFEST, SLOTS
 from fairvar.runs.identity import batch_key, fingerprint

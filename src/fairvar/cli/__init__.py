@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from fairvar.process import INTERRUPTED, command_signals, handled
+from fairvar.common.process import INTERRUPTED, command_signals, handled
 
 
 def main(arguments: Sequence[str] | None = None, commands: str = "fairvar.cli.commands") -> None:

@@ -25,8 +25,8 @@ from fairvar.cli.common import (
     say,
     show,
 )
+from fairvar.common.process import note
 from fairvar.errors import BadInput
-from fairvar.process import note
 
 
 @app.command

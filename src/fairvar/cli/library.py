@@ -18,11 +18,11 @@ from rich.text import Text
 
 from fairvar import data, theory
 from fairvar._version import __version__
+from fairvar.common.process import progress, stop_signals
 from fairvar.data.federation import Federation
 from fairvar.data.fetch import fetch
 from fairvar.engine.train import train
 from fairvar.methods import FairGrad, catalogue
-from fairvar.process import progress, stop_signals
 from fairvar.report import compare, files, report_in_python, result_tables, style
 from fairvar.report.table import MISSING, UNDEFINED, Estimate, to_rich
 from fairvar.runs import archive, config, formats, identity, own, plan, results, runner, select

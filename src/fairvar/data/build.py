@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int64, Integer
 
-from fairvar import rng
+from fairvar.common import rng
 from fairvar.data import builtin, sources
 from fairvar.data.federation import SPLITS, Dataset, Federation, Split
 from fairvar.data.own_data import DEFAULT_SPLIT, Rows, check_shares, split_rows

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float32, Float64, Int64, UInt8
 
-from fairvar import rng
+from fairvar.common import rng
 from fairvar.data.federation import SPLITS, Dataset, Federation, Split
 from fairvar.data.partition import Natural, statistics_of
 from fairvar.errors import BadInput, IntegrityError

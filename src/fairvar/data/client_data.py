@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fairvar import rng
+from fairvar.common import rng
 from fairvar.data.federation import SPLITS, Federation
 from fairvar.data.own_data import DEFAULT_SPLIT, held_out_counts
 from fairvar.errors import BadInput, shown

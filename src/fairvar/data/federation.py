@@ -20,12 +20,12 @@ import torch
 from jaxtyping import Float32, Int64, Integer, Shaped, UInt8
 from torch import Tensor
 
-from fairvar import display
+from fairvar.common import display
+from fairvar.common.tree import Inputs, input_parts, map_inputs
 from fairvar.data import own_data
 from fairvar.data.own_data import DEFAULT_SPLIT, Shares
 from fairvar.data.own_data import SPLITS as SPLITS
 from fairvar.errors import BadInput, shown
-from fairvar.tree import Inputs, input_parts, map_inputs
 
 IGNORED = -100  # a position of a sequence without target, as torch's `ignore_index`
 BLOCK = 2048  # samples converted at a time, so that no second copy of a whole set ever exists

@@ -21,9 +21,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from fairvar.common.files import open_regular
 from fairvar.data.readers.arrays import IDX_FILES
 from fairvar.errors import BadInput, RunFailed, cause, unknown
-from fairvar.files import open_regular
 
 Progress = Callable[[str, int, int], None]  # file, bytes so far, bytes in all
 

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
-from fairvar import rng
+from fairvar.common import rng
 from fairvar.errors import BadInput, cause, shown, unknown
 
 SPLITS = ("train", "valid", "test")

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float, Int64, Integer, Shaped
 
+from fairvar.common.validation import Checked, Count, Positive
 from fairvar.errors import BadInput
-from fairvar.validation import Checked, Count, Positive
 
 Labels = Integer[np.ndarray, " N"]
 Groups = Shaped[np.ndarray, " N"] | None

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
+from fairvar.common.files import digest, open_regular, read_bytes, walk, whole_file
 from fairvar.data.federation import BLOCK, Dataset, Scale
 from fairvar.data.fetch import (
     MOST_BYTES,
@@ -34,7 +35,6 @@ from fairvar.data.fetch import (
 )
 from fairvar.data.readers import Layout, Samples, arrays, images, text, unreadable
 from fairvar.errors import BadInput, FairvarError, cause, unknown
-from fairvar.files import digest, open_regular, read_bytes, walk, whole_file
 
 MOST_NOTE = 1 << 10  # bytes of a remembered checksum
 VERSION = "1"  # of the decoding: raised when the same files would give other arrays

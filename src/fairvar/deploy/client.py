@@ -25,6 +25,8 @@ from msgspec.structs import replace as with_fields
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from fairvar.common.files import MOST_TENSORS, read_bytes, write_bytes
+from fairvar.common.tree import Tree, is_finite, scale, squared_norm, subtract, tree_map
 from fairvar.data.federation import Federation, Split
 from fairvar.engine.evaluate import evaluate_shared
 from fairvar.engine.kernels import reference as own
@@ -34,11 +36,9 @@ from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.task import split_model
 from fairvar.engine.train import prepare
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.files import MOST_TENSORS, read_bytes, write_bytes
 from fairvar.methods.base import Method, Replies
 from fairvar.runs.formats import load_tensors
 from fairvar.scores import Metric
-from fairvar.tree import Tree, is_finite, scale, squared_norm, subtract, tree_map
 
 FORMAT = 1  # of messages; server and client must have the same
 Exchange = Literal["probe", "train", "evaluate"]

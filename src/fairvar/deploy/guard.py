@@ -21,12 +21,12 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from fairvar.common.tree import Tree, is_finite, squared_norm, tree_map, weighted_sum
+from fairvar.common.validation import Checked, Count, Positive
 from fairvar.deploy.client import ACCURACY, HELD_OUT, LOSS, METRIC, SAMPLES, Message, Stamp
 from fairvar.engine.server import Combine
 from fairvar.errors import BadInput
 from fairvar.methods.base import Method
-from fairvar.tree import Tree, is_finite, squared_norm, tree_map, weighted_sum
-from fairvar.validation import Checked, Count, Positive
 
 LONGEST = 200  # characters of a detail: clients may send texts of any length
 Form = tuple[torch.dtype, tuple[int, ...]]  # of an array: expected, or from its header

@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace as with_fields
 from torch import Tensor
 
+from fairvar.common.tree import Tree, squared_norm, subtract
 from fairvar.data.federation import Federation, Split
 from fairvar.deploy.client import (
     ACCURACY,
@@ -58,7 +59,6 @@ from fairvar.engine.train import Prepared, prepare, provenance
 from fairvar.engine.trainer import Runs, train_rounds
 from fairvar.errors import FairvarError
 from fairvar.methods.base import Method
-from fairvar.tree import Tree, squared_norm, subtract
 
 
 class Federated(NamedTuple):

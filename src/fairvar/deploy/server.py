@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from fairvar.common.tree import Tree, is_finite, stack, zeros_like
 from fairvar.deploy import guard
 from fairvar.deploy.client import (
     BUFFERS,
@@ -47,7 +48,6 @@ from fairvar.engine.server import Aggregator, Answers, aggregate
 from fairvar.engine.state import Outcome, State
 from fairvar.errors import RunFailed
 from fairvar.methods.base import Method
-from fairvar.tree import Tree, is_finite, stack, zeros_like
 
 Good = Mapping[int, Message]  # good replies by client, ids rising
 MEMORY = 20  # rounds of median lengths that are kept

@@ -32,10 +32,10 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from fairvar import rng
+from fairvar.common import rng
+from fairvar.common.tree import Inputs, map_inputs
 from fairvar.data.federation import Split
 from fairvar.errors import BadInput
-from fairvar.tree import Inputs, map_inputs
 
 
 class Batch(NamedTuple):  # a tuple, because vmap maps over tuples

@@ -21,6 +21,7 @@ from typing import Any
 from jaxtyping import Float64
 from torch import Tensor
 
+from fairvar.common.process import progress as progress_bar
 from fairvar.engine.history import History
 from fairvar.engine.kernels.compiled import with_compiling
 from fairvar.engine.state import State
@@ -28,7 +29,6 @@ from fairvar.engine.trainer import STOP, Progress, Runs
 from fairvar.errors import BadInput, shown, unknown
 from fairvar.methods.base import Method
 from fairvar.metrics import Fairness
-from fairvar.process import progress as progress_bar
 from fairvar.scores import Metric
 
 LOSS = "loss"

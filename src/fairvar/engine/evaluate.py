@@ -15,12 +15,12 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 from torch.func import vmap
 
+from fairvar.common.tree import Inputs, Tree, map_inputs
 from fairvar.data.federation import Split
 from fairvar.engine.batches import Cohort, Padded
 from fairvar.engine.task import Task, channels_last
 from fairvar.models.norm import plain_attention
 from fairvar.scores import ACCURACY, Metric
-from fairvar.tree import Inputs, Tree, map_inputs
 
 BLOCK = 256  # samples per client in one call of its local model
 

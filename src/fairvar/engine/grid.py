@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import nn
 
+from fairvar.common.tree import Tree
 from fairvar.data.federation import Federation
 from fairvar.engine.cuda_graphs import Captured
 from fairvar.engine.history import History, Key
@@ -32,7 +33,6 @@ from fairvar.engine.trainer import Keep, Progress, Runs, train_rounds
 from fairvar.errors import BadInput
 from fairvar.methods.base import Method
 from fairvar.models import build
-from fairvar.tree import Tree
 
 
 @dataclass(frozen=True)

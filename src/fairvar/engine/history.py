@@ -18,11 +18,11 @@ from jaxtyping import Float64, Int64
 from safetensors.torch import save
 from torch import Tensor
 
-from fairvar import display
+from fairvar.common import display
+from fairvar.common.files import pack_files, write_bytes
 from fairvar.data.federation import SPLITS
 from fairvar.engine.state import State
 from fairvar.errors import BadInput, shown
-from fairvar.files import pack_files, write_bytes
 from fairvar.methods.base import Method
 from fairvar.metrics import Fairness, fairness
 from fairvar.scores import ACCURACY, LOSS, Metric, metric_facts

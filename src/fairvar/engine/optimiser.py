@@ -11,10 +11,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from fairvar.common.tree import Tree
+from fairvar.common.validation import Checked, Positive
 from fairvar.errors import BadInput
 from fairvar.methods.base import Method
-from fairvar.tree import Tree
-from fairvar.validation import Checked, Positive
 
 Decay = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 FIRST, SECOND = "first/", "second/"  # names of the moments: "first/weight"

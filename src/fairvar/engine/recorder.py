@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
+from fairvar.common.tree import is_finite, size
 from fairvar.engine.batches import Participation
 from fairvar.engine.evaluate import Scores, Seen
 from fairvar.engine.history import (
@@ -26,7 +27,6 @@ from fairvar.engine.settings import EvaluateSettings
 from fairvar.engine.state import GOING, DoesNotFit, Outcome, State
 from fairvar.methods.base import Method
 from fairvar.scores import ACCURACY, LOSS, Metric
-from fairvar.tree import is_finite, size
 
 PER_ROUND = ("loss", "weights", "ascended", "participants")
 SCORES = ("accuracy/", "evaluated_loss/", "score/")  # then the split and the model

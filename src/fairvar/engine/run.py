@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
+from fairvar.common.process import peak_bytes
+from fairvar.common.tree import Tree, size
 from fairvar.data.federation import Federation
 from fairvar.engine.batches import Cohort, Participation, Schedule
 from fairvar.engine.optimiser import PLAIN, ServerOptimiser
@@ -20,8 +22,6 @@ from fairvar.engine.settings import CONSTANT, LrSchedule
 from fairvar.engine.task import Task
 from fairvar.methods.base import Method
 from fairvar.models.norm import twice_differentiable
-from fairvar.process import peak_bytes
-from fairvar.tree import Tree, size
 
 # Clients are vectorised in whole tiles. For narrower calls torch chooses other kernels on the CPU,
 # and the last bits of float32 results would depend on the chunks (measured).

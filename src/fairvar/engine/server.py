@@ -17,9 +17,18 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 from torch.func import vmap
 
+from fairvar.common.tree import (
+    Tree,
+    gram,
+    squared_norm,
+    stack,
+    subtract,
+    tree_map,
+    typed_as,
+    weighted_sum,
+)
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Memory, Method, Replies
-from fairvar.tree import Tree, gram, squared_norm, stack, subtract, tree_map, typed_as, weighted_sum
 
 Limit = Callable[[Tensor], Tensor]  # weights → weights within a limit
 Combine = Callable[[Tensor, Tree], Tree]  # (weights, a tree with the clients first) → one tree

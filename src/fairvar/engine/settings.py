@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from fairvar.common.validation import Checked, Count, Fraction, NonNegative, Positive, Share
 from fairvar.engine.optimiser import PLAIN, ServerOptimiser
 from fairvar.errors import BadInput, shown
 from fairvar.methods.base import Method
 from fairvar.scores import metric_of
-from fairvar.validation import Checked, Count, Fraction, NonNegative, Positive, Share
 
 Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 

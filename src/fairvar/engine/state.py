@@ -12,12 +12,12 @@ from jaxtyping import Bool, Int64
 from safetensors.torch import save
 from torch import Tensor
 
-from fairvar import display
+from fairvar.common import display
+from fairvar.common.files import pack_files, write_bytes
+from fairvar.common.tree import Tree, add, expand, scale, size, subtract, zeros_like
 from fairvar.engine.optimiser import PLAIN, ServerOptimiser
 from fairvar.errors import BadInput
-from fairvar.files import pack_files, write_bytes
 from fairvar.methods.base import Memory, Method
-from fairvar.tree import Tree, add, expand, scale, size, subtract, zeros_like
 
 GROUPS = ("params", "buffers", "memory", "mean_gradient", "iterate", "personal", "moments")
 

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from fairvar.common.tree import Inputs, Tree, input_parts, map_inputs
 from fairvar.data.federation import Federation
 from fairvar.engine.batches import Batch
 from fairvar.engine.losses import (
@@ -25,7 +26,6 @@ from fairvar.models.check import Findings, examine, repr_is_complete
 from fairvar.models.norm import apply, call, dropout_layers, swap_batch_norm, swap_dropout
 from fairvar.models.plain import plain_layers, swap_convolutions
 from fairvar.scores import ACCURACY, Metric
-from fairvar.tree import Inputs, Tree, input_parts, map_inputs
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from fairvar._version import __version__
+from fairvar.common.tree import one_input
 from fairvar.data.federation import Federation
 from fairvar.engine.batches import Participation, Schedule
 from fairvar.engine.callbacks import (
@@ -59,7 +60,6 @@ from fairvar.engine.trainer import Progress as Progress
 from fairvar.errors import LONGEST, BadInput, one_line, shown
 from fairvar.methods.base import Method
 from fairvar.scores import Metric
-from fairvar.tree import one_input
 
 DEFAULT = EvaluateSettings()
 _SCALE_CHECKED: WeakSet[Federation] = WeakSet()  # warned once about the scale of their inputs

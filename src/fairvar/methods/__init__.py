@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from fairvar.common.tree import Tree, squared_norm, tree_map, weighted_sum
+from fairvar.common.validation import Count, Fraction, NonNegative, Positive, Share
 from fairvar.errors import LONGEST, BadInput, plain
 from fairvar.methods.aaggff import AAggFF
 from fairvar.methods.adafed import AdaFed
@@ -40,8 +42,6 @@ from fairvar.methods.simplex import minimise_quadratic as minimise_on_simplex
 from fairvar.methods.simplex import project as project_to_simplex
 from fairvar.methods.superquantile import Superquantile
 from fairvar.methods.term import TERM
-from fairvar.tree import Tree, squared_norm, tree_map, weighted_sum
-from fairvar.validation import Count, Fraction, NonNegative, Positive, Share
 
 METHODS: dict[str, type[Method]] = {}
 

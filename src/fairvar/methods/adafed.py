@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fairvar.common.validation import NonNegative
 from fairvar.methods.base import LossData, Memory, Method, Replies
-from fairvar.validation import NonNegative
 
 RANK = 1e-10  # eigenvalues below this share of the largest are zero
 

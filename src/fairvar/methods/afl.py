@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fairvar.common.validation import Positive
 from fairvar.methods.base import LossData, Memory, Method, Replies
 from fairvar.methods.simplex import project
-from fairvar.validation import Positive
 
 
 class AFL(Method, frozen=True, tag="afl"):

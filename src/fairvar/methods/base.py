@@ -23,8 +23,8 @@ from jaxtyping import Float, Float64, Int64
 from msgspec.structs import replace
 from torch import Tensor
 
-from fairvar.tree import Tree
-from fairvar.validation import Checked, NonNegative, Positive
+from fairvar.common.tree import Tree
+from fairvar.common.validation import Checked, NonNegative, Positive
 
 ClientWeights = Literal["uniform", "size"]
 LossData = Literal["batch", "full"]

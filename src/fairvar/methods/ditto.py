@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from fairvar.common.validation import Count, NonNegative, Positive
 from fairvar.methods.base import ClientWeights, Method, Personal
 from fairvar.methods.fedavg import FedAvg
 from fairvar.methods.fedprox import FedProx
-from fairvar.validation import Count, NonNegative, Positive
 
 
 class Ditto(Method, frozen=True, tag="ditto"):

@@ -9,9 +9,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from fairvar.common.tree import Tree, tree_map
 from fairvar.errors import BadInput, shown
 from fairvar.methods.base import Regularised
-from fairvar.tree import Tree, tree_map
 
 HEAD = "head"
 

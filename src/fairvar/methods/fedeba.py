@@ -8,8 +8,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from fairvar.common.validation import Fraction, Positive
 from fairvar.methods.base import ClientWeights, LossData, Memory, Method, Replies
-from fairvar.validation import Fraction, Positive
 
 Degrees = Annotated[float, msgspec.Meta(ge=0, le=90)]
 

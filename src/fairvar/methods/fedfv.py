@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fairvar.common.validation import Fraction
 from fairvar.methods.base import LossData, Memory, Method, Replies
-from fairvar.validation import Fraction
 
 ROUNDING = 1e-9  # 10 · (1 − 0.7) is a little more than 3
 VANISHED = 1e-15  # squared lengths below this share of the updates' mean are rounding

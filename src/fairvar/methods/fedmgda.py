@@ -8,9 +8,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from fairvar.common.validation import Fraction, Positive, Share
 from fairvar.methods.base import ClientWeights, Memory, Method, Replies
 from fairvar.methods.simplex import minimise_within
-from fairvar.validation import Fraction, Positive, Share
 
 NO_UPDATE = 1e-12  # an update shorter than this share of the longest has no direction
 SMALLEST = 1e-300  # least step after decay

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from fairvar.common.validation import NonNegative
 from fairvar.methods.base import ClientWeights, Method
-from fairvar.validation import NonNegative
 
 
 class FedProx(Method, frozen=True, tag="fedprox"):

@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fairvar.common.validation import Positive
 from fairvar.errors import BadInput
 from fairvar.methods.base import ClientWeights, LossData, Method
-from fairvar.validation import Positive
 
 
 class PropFair(Method, frozen=True, tag="propfair"):

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from fairvar.common.validation import NonNegative
 from fairvar.methods.base import ClientWeights, LossData, Memory, Method, Replies
-from fairvar.validation import NonNegative
 
 LOSS_FLOOR = 1e-10  # as in fair_flearn: f^(q−1) must stay finite when f is 0 and q < 1
 

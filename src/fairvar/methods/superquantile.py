@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fairvar.common.validation import Share
 from fairvar.methods.base import ClientWeights, LossData, Memory, Method, Replies
-from fairvar.validation import Share
 
 ROUNDING = 1e-12  # of a sum of shares
 

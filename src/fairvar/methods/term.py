@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fairvar.common.validation import NonNegative
 from fairvar.methods.base import ClientWeights, LossData, Memory, Method, Replies
-from fairvar.validation import NonNegative
 
 
 class TERM(Method, frozen=True, tag="term"):

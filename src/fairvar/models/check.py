@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
+from fairvar.common.tree import Inputs, Tree, input_parts, map_inputs, one_input, scale, stack
 from fairvar.errors import BadInput, cause, shown
 from fairvar.models.norm import (
     DROPOUT,
@@ -29,7 +30,6 @@ from fairvar.models.norm import (
     swap_dropout,
     twice_differentiable,
 )
-from fairvar.tree import Inputs, Tree, input_parts, map_inputs, one_input, scale, stack
 
 FEW = 4  # samples for tests of second derivatives, which are costly
 SECOND = 100.0  # factor of the tolerance for second derivatives

@@ -35,9 +35,9 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fairvar import rng
+from fairvar.common import rng
+from fairvar.common.tree import Inputs, Tree
 from fairvar.errors import BadInput
-from fairvar.tree import Inputs, Tree
 
 SWAPPED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _LOW_PRECISION = (torch.float16, torch.bfloat16)

@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor, nn
 
+from fairvar.common.files import MOST_TENSORS, read_bytes
+from fairvar.common.tree import Tree
 from fairvar.errors import BadInput, IntegrityError, one_line
-from fairvar.files import MOST_TENSORS, read_bytes
-from fairvar.tree import Tree
 
 MOST_INDEX_BYTES = 2 << 20  # of the pickle or the header that lists the tensors
 MOST_ENTRIES = 100_000  # of a zip

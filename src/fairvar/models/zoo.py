@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from fairvar import rng
+from fairvar.common import rng
 from fairvar.errors import BadInput, unknown
 
 Shape = tuple[int, ...]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace as with_fields
 
-from fairvar import display
+from fairvar.common import display
 from fairvar.engine.history import BY_MODEL, Frame, History
 from fairvar.errors import BadInput, shown, unknown
 from fairvar.metrics import mean_and_variance

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int64
 
-from fairvar import rng
+from fairvar.common import rng
 from fairvar.errors import BadInput
 from fairvar.metrics import mean_and_variance
 

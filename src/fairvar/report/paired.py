@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int64
 
-from fairvar import rng
+from fairvar.common import rng
 from fairvar.errors import BadInput
 from fairvar.metrics import binomial_noise
 from fairvar.scores import ACCURACY, Metric

@@ -27,9 +27,7 @@ from msgspec import Meta, field, to_builtins
 from msgspec.structs import replace
 from safetensors.numpy import save
 
-from fairvar.data.readers import tar_files
-from fairvar.errors import IntegrityError, RunFailed
-from fairvar.files import (
+from fairvar.common.files import (
     MOST_ARCHIVE,
     Number,
     Record,
@@ -41,6 +39,8 @@ from fairvar.files import (
     seal,
     write_bytes,
 )
+from fairvar.data.readers import tar_files
+from fairvar.errors import IntegrityError, RunFailed
 from fairvar.runs import formats
 from fairvar.runs.formats import condensed_history, load_tensors
 from fairvar.runs.identity import RECORD, fingerprint, with_chosen

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 from filelock import Timeout
 from msgspec.structs import replace
 
+from fairvar.common.files import read_bytes, walk, write_bytes
+from fairvar.common.process import Report, stop_signals
 from fairvar.data.fetch import cache_dir
 from fairvar.data.sources import SOURCES, locate
 from fairvar.errors import PLUGIN, BadInput, FairvarError, RunFailed, cause, explained
-from fairvar.files import read_bytes, walk, write_bytes
-from fairvar.process import Report, stop_signals
 from fairvar.runs.config import Config
 from fairvar.runs.formats import MANIFEST, SLOTS, lock_of, save_files, store_run
 from fairvar.runs.identity import checkpoint_key, forget_files, identity_of, user_modules

@@ -17,17 +17,17 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 import msgspec
 import tomli_w
 
+from fairvar.common.files import MOST_TEXT, read_bytes
+from fairvar.common.validation import Checked, Count, Fraction, Share, check_component, reason
 from fairvar.data import DATASET_NAMES, Dirichlet, Partition
 from fairvar.engine.losses import LOSSES
 from fairvar.engine.optimiser import ServerOptimiser
 from fairvar.engine.settings import EvaluateSettings, LrSchedule, TrainSettings
 from fairvar.errors import BadInput, plain, shown, suggestion, unknown
-from fairvar.files import MOST_TEXT, read_bytes
 from fairvar.methods import METHODS, FedAvg
 from fairvar.models import MODELS
 from fairvar.runs import own
 from fairvar.runs.select import Criterion
-from fairvar.validation import Checked, Count, Fraction, Share, check_component, reason
 
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 PARTITIONS: dict[str, Any] = {str(k.__struct_config__.tag): k for k in get_args(Partition)}

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from fairvar.common.process import Report, note, stop_signals
+from fairvar.common.process import progress as progress_bar
 from fairvar.engine.history import History
 from fairvar.engine.kernels.compiled import told, with_compiling
 from fairvar.errors import BadInput, RunFailed
-from fairvar.process import Report, note, stop_signals
-from fairvar.process import progress as progress_bar
 from fairvar.runs import cluster
 from fairvar.runs.config import Config
 from fairvar.runs.formats import check_writable, is_complete

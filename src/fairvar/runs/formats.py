@@ -30,11 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fairvar.engine.history import MODELS, History, Tables, are_ids, history_from_tables
-from fairvar.engine.state import State
-from fairvar.engine.train import Checkpoint
-from fairvar.errors import BadInput, IntegrityError, cause
-from fairvar.files import (
+from fairvar.common.files import (
     MOST_RECORD,
     MOST_TENSORS,
     Number,
@@ -48,6 +44,10 @@ from fairvar.files import (
     unpack_files,
     write_bytes,
 )
+from fairvar.engine.history import MODELS, History, Tables, are_ids, history_from_tables
+from fairvar.engine.state import State
+from fairvar.engine.train import Checkpoint
+from fairvar.errors import BadInput, IntegrityError, cause
 from fairvar.methods.base import Method
 from fairvar.scores import ACCURACY, LOSS, recorded_metric
 

@@ -29,11 +29,11 @@ import torch
 from msgspec.structs import replace
 
 from fairvar._version import __version__
+from fairvar.common.files import Sha256
 from fairvar.data import dataset_sha256
 from fairvar.engine.losses import LOSSES
 from fairvar.engine.settings import TrainSettings, kind_of
 from fairvar.errors import PLUGIN, BadInput
-from fairvar.files import Sha256
 from fairvar.methods import FedAvg, Method
 from fairvar.models import MODELS
 from fairvar.models.weights import read_tensors

@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec.structs import replace
 
+from fairvar.common.validation import Checked, Count, NonNegative, Positive
 from fairvar.data import Dirichlet
 from fairvar.errors import BadInput, shown, unknown
 from fairvar.methods import BUILT_IN, METHODS, Method
@@ -36,7 +37,6 @@ from fairvar.runs.config import (
 from fairvar.runs.identity import NOT_IN_FINGERPRINT, fingerprint, swept
 from fairvar.runs.own import find_method
 from fairvar.runs.select import Criterion
-from fairvar.validation import Checked, Count, NonNegative, Positive
 
 PAPER_METHODS = ("fedavg", "afl", "qffl", "aaggff", "fairloss", "fairloss*", "fairgrad",
                  "fairgrad*")  # fmt: skip

@@ -28,6 +28,7 @@ import torch
 from filelock import Timeout
 from torch import nn
 
+from fairvar.common.files import seal, write_bytes
 from fairvar.data import deal, load_federation
 from fairvar.data.federation import Federation
 from fairvar.engine.grid import Member, members_that_fit, train_grid, trains_together
@@ -35,7 +36,6 @@ from fairvar.engine.history import History
 from fairvar.engine.state import DoesNotFit
 from fairvar.engine.train import Checkpoint, prepare, run_rounds
 from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
-from fairvar.files import seal, write_bytes
 from fairvar.models import build, load_weights
 from fairvar.runs import formats, own
 from fairvar.runs.config import Config

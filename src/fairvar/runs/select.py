@@ -12,9 +12,9 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
+from fairvar.common.validation import Checked, Count, NonNegative
 from fairvar.errors import BadInput
 from fairvar.metrics import mean_and_variance
-from fairvar.validation import Checked, Count, NonNegative
 
 
 class Criterion(Checked, frozen=True, kw_only=True):

@@ -12,10 +12,19 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import replace
 
+from fairvar.common.files import (
+    MOST_TENSORS,
+    Number,
+    Record,
+    Sha256,
+    check,
+    read_bytes,
+    unpack_files,
+)
+from fairvar.common.tree import Tree
 from fairvar.engine.history import History
 from fairvar.engine.state import State, no_state
 from fairvar.errors import BadInput, IntegrityError, shown
-from fairvar.files import MOST_TENSORS, Number, Record, Sha256, check, read_bytes, unpack_files
 from fairvar.methods import METHODS, Method
 from fairvar.models.weights import read_tensors
 from fairvar.runs.config import Config, parse_toml
@@ -33,7 +42,6 @@ from fairvar.runs.formats import (
 )
 from fairvar.runs.identity import Identity, fingerprint, recorded_identity, version_of
 from fairvar.runs.own import OwnMethod, find_method, recorded_method
-from fairvar.tree import Tree
 
 Text = Annotated[str, Meta(max_length=1000, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 Digits = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z]{1,64}\Z")]  # becomes part of a path

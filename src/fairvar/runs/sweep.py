@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from fairvar import process
+from fairvar.common import process
+from fairvar.common.process import COMPILING, INTERRUPTED, Report, stop_signals
 from fairvar.engine.kernels.compiled import told
 from fairvar.errors import (
     BadInput,
@@ -36,7 +37,6 @@ from fairvar.errors import (
     RunFailed,
     explained,
 )
-from fairvar.process import COMPILING, INTERRUPTED, Report, stop_signals
 from fairvar.runs import own
 from fairvar.runs.config import Config
 from fairvar.runs.formats import is_complete

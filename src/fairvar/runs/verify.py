@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from fairvar import rng
+from fairvar.common import rng
 from fairvar.engine.history import History
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.metrics import mean_and_variance

@@ -17,7 +17,7 @@ from jaxtyping import Float64
 from torch import Tensor
 from torch.func import jacrev
 
-from fairvar import rng
+from fairvar.common import rng
 from fairvar.objectives import Objective
 
 Relation = Literal["=", "<=", "!=", "> (paper: <=)", "!= (paper: =)"]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.func import grad, jacrev
 
-from fairvar import objectives, rng
+from fairvar import objectives
+from fairvar.common import rng
 from fairvar.theory.claim import (
     Claim,
     Problem,

@@ -26,9 +26,9 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from jaxtyping import Integer
 
+from fairvar.common.files import MOST_ARCHIVE, open_regular, read_bytes, walk
 from fairvar.data.federation import update_digest
 from fairvar.errors import BadInput, FairvarError, IntegrityError, cause
-from fairvar.files import MOST_ARCHIVE, open_regular, read_bytes, walk
 
 PIECE = 1 << 16  # the most bytes of one read: headers in archives may lie about their lengths
 MOST_ENTRIES = 150_000  # of an archive

@@ -40,6 +40,7 @@ from flwr.server.workflow.constant import Key as RoundKey
 from flwr.serverapp import Grid
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key
 
+from fairvar.common.tree import Tree
 from fairvar.deploy.client import Message
 from fairvar.deploy.flower.setup import FEWEST, SecureSettings
 from fairvar.deploy.flower.transport import (
@@ -52,7 +53,6 @@ from fairvar.deploy.flower.transport import (
 )
 from fairvar.deploy.guard import BadMessage, Reason, brief
 from fairvar.deploy.server import Mean
-from fairvar.tree import Tree
 
 MODULUS = 2**32
 MOST_STEPS = 2**30  # Flower rounds to 32-bit integers

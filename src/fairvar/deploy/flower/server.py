@@ -37,6 +37,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from fairvar.common.tree import size
 from fairvar.data.fetch import file_digest
 from fairvar.deploy.client import sends_loss
 from fairvar.deploy.flower.secure import SecureTransport
@@ -74,7 +75,6 @@ from fairvar.runs.identity import (
 )
 from fairvar.runs.runner import federation_of, record_federation, run_files
 from fairvar.runs.stored import Deployed, StoredRun
-from fairvar.tree import size
 
 FAILED = "failed.txt"
 SECONDS_FOR_ANOTHER = 60.0  # to wait for the lock of another server of this run

@@ -32,6 +32,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
+from fairvar.common.validation import Checked, NonNegative, Positive
 from fairvar.data.federation import Split
 from fairvar.data.sources import OWN
 from fairvar.deploy.client import Agreement, is_additive
@@ -42,7 +43,6 @@ from fairvar.errors import BadInput
 from fairvar.runs.config import Config, assign, merge_overrides, refuse_unknown
 from fairvar.runs.own import load_plugins
 from fairvar.runs.runner import federation_of, initial_model
-from fairvar.validation import Checked, NonNegative, Positive
 
 # The same architecture on the server and on every node; with a loss, unless the configuration
 # names it.

@@ -35,6 +35,7 @@ from httpx import TransportError
 from numpy.lib import format as npy
 from torch import Tensor
 
+from fairvar.common.tree import Tree
 from fairvar.deploy.client import Message, Number, Stamp
 from fairvar.deploy.guard import (
     Arrival,
@@ -46,7 +47,6 @@ from fairvar.deploy.guard import (
     labelled,
 )
 from fairvar.errors import BadInput
-from fairvar.tree import Tree
 
 T = TypeVar("T")
 LOG = logging.getLogger("flwr.fairvar")

@@ -31,9 +31,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from fairvar.common.files import open_regular, write_bytes
+from fairvar.common.process import COMPILING, Report
 from fairvar.errors import BadInput, RunFailed, cause
-from fairvar.files import open_regular, write_bytes
-from fairvar.process import COMPILING, Report
 
 BACKEND = "inductor"
 # Write out sums of up to 5 × 5 products: depthwise convolutions are then fused (models/plain.py).

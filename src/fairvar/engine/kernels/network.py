@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fairvar.common.tree import squared_norm, tree_map
 from fairvar.engine.cuda_graphs import live_run
 from fairvar.engine.evaluate import Scores, Seen, evaluate_local, evaluate_shared
 from fairvar.engine.history import Key
@@ -24,7 +25,6 @@ from fairvar.engine.kernels.vmapped import TileSums, Trained, client_norms, vmap
 from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State, first_run, one_run
 from fairvar.methods.base import Method
-from fairvar.tree import squared_norm, tree_map
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fairvar.common.tree import Tree, concatenate, stack, tree_map
 from fairvar.engine.cuda_graphs import live_run
 from fairvar.engine.evaluate import Scores, Seen, evaluate_local
 from fairvar.engine.history import Key
@@ -32,7 +33,6 @@ from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State, first_run, one_run
 from fairvar.engine.task import split_model
 from fairvar.methods.base import Method
-from fairvar.tree import Tree, concatenate, stack, tree_map
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fairvar.common.tree import Tree, add, scale, squared_norm, stack, subtract, weighted_sum
 from fairvar.engine.batches import Batch
 from fairvar.engine.kernels.vmapped import Observer, Trained
 from fairvar.engine.run import Run
@@ -21,7 +22,6 @@ from fairvar.engine.settings import TrainSettings
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Method
 from fairvar.models.norm import apply, hessian_product
-from fairvar.tree import Tree, add, scale, squared_norm, stack, subtract, weighted_sum
 
 
 class Probed(NamedTuple):

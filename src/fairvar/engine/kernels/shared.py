@@ -35,14 +35,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, grad_and_value, vmap
 
-from fairvar.engine.batches import Batch, RoundBatches
-from fairvar.engine.evaluate import evaluate_shared
-from fairvar.engine.run import Run
-from fairvar.engine.state import Outcome, State
-from fairvar.engine.task import channels_last
-from fairvar.methods.base import Method
-from fairvar.models.norm import plain_attention
-from fairvar.tree import (
+from fairvar.common.tree import (
     Tree,
     add,
     map_inputs,
@@ -53,6 +46,13 @@ from fairvar.tree import (
     typed_as,
     weighted_sum,
 )
+from fairvar.engine.batches import Batch, RoundBatches
+from fairvar.engine.evaluate import evaluate_shared
+from fairvar.engine.run import Run
+from fairvar.engine.state import Outcome, State
+from fairvar.engine.task import channels_last
+from fairvar.methods.base import Method
+from fairvar.models.norm import plain_attention
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,21 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
+from fairvar.common.tree import (
+    Tree,
+    add,
+    concatenate,
+    divide,
+    expand,
+    gram,
+    map_inputs,
+    scale,
+    squared_norm,
+    stack,
+    subtract,
+    tree_map,
+    typed_as,
+)
 from fairvar.engine.batches import Batch, RoundBatches
 from fairvar.engine.kernels.compiled import group_width, of_group
 from fairvar.engine.kernels.shared import (
@@ -35,21 +50,6 @@ from fairvar.engine.state import Outcome, State
 from fairvar.engine.task import Task, channels_last
 from fairvar.methods.base import Method
 from fairvar.models.norm import hessian_product, plain_attention
-from fairvar.tree import (
-    Tree,
-    add,
-    concatenate,
-    divide,
-    expand,
-    gram,
-    map_inputs,
-    scale,
-    squared_norm,
-    stack,
-    subtract,
-    tree_map,
-    typed_as,
-)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from fairvar.common.tree import Tree, one_input, squared_norm, tree_map
 from fairvar.engine.batches import RoundBatches
 from fairvar.engine.cuda_graphs import live_run
 from fairvar.engine.evaluate import Scores, Seen, needs_outputs
@@ -51,7 +52,6 @@ from fairvar.engine.server import Aggregator
 from fairvar.engine.settings import CONSTANT
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Method
-from fairvar.tree import Tree, one_input, squared_norm, tree_map
 
 
 @dataclass(frozen=True)

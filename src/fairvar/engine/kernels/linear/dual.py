@@ -26,10 +26,10 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor, nn
 
+from fairvar.common.tree import Inputs, Tree, one_input
 from fairvar.data.federation import Federation, Split
 from fairvar.engine.losses import cross_entropy, half_squared_error
 from fairvar.engine.task import Task
-from fairvar.tree import Inputs, Tree, one_input
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+from fairvar.common.tree import Tree
 from fairvar.engine.batches import RoundBatches, Schedule
 from fairvar.engine.kernels.linear.dual import (
     Batch,
@@ -32,7 +33,6 @@ from fairvar.engine.kernels.linear.dual import (
 )
 from fairvar.engine.kernels.shared import shortened, shortening
 from fairvar.engine.server import Aggregator
-from fairvar.tree import Tree
 
 
 class Sent(NamedTuple):
