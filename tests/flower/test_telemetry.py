@@ -58,8 +58,11 @@ def test_flower_run_sends_nothing(
     (tmp_path / "spy" / "seen.txt").unlink()
     monkeypatch.setattr(launch, "_program", lambda name: str(flwr))
     app = ROOT / "examples" / "flower_app"
-    main(["flower", "run", str(app), "site", "--stream", "-c", 'rounds=2 out="x"'])
-    assert capfd.readouterr().out.splitlines()[-1] == f'run {app} site --stream -c rounds=2 out="x"'
+    main(["flower", "run", str(app), "supergrid", "--stream", "-c", 'rounds=2 out="x"'])
+    assert (
+        capfd.readouterr().out.splitlines()[-1]
+        == f'run {app} supergrid --stream -c rounds=2 out="x"'
+    )
     assert spied(tmp_path / "spy") == ""
 
 
@@ -70,7 +73,7 @@ def test_the_home_of_flower_is_private(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(launch, "_program", lambda name: str(flwr))
-    run_app(ROOT / "examples" / "flower_app", ["site"])
+    run_app(ROOT / "examples" / "flower_app", ["supergrid"])
     assert (tmp_path / "home").stat().st_mode & 0o777 == 0o700
 
 
@@ -82,7 +85,7 @@ def test_what_cannot_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for program, why in (("false", "flwr run ended with 1"), ("true", "has not started a run")):
         monkeypatch.setattr(launch, "_program", lambda name, program=program: program)
         with pytest.raises(fv.RunFailed, match=why):
-            run_app(tmp_path, ["site"])
+            run_app(tmp_path, ["supergrid"])
 
 
 def test_a_run_that_failed_is_told_so(
@@ -97,7 +100,7 @@ def test_a_run_that_failed_is_told_so(
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(launch, "_program", lambda name: str(flwr))
     with pytest.raises(SystemExit) as ended:
-        main(["flower", "run", str(ROOT / "examples" / "flower_app"), "site"])
+        main(["flower", "run", str(ROOT / "examples" / "flower_app"), "supergrid"])
     assert ended.value.code == 3
     wanted = "fairvar: the run ended as finished:failed: no column\n"
     assert capfd.readouterr().err.endswith(wanted)
@@ -105,7 +108,7 @@ def test_a_run_that_failed_is_told_so(
 
 def test_no_page_tells_to_start_flower_without_the_switch() -> None:
     """A command that starts Flower's programs comes after the switch, or is ours."""
-    folders = (ROOT / "docs", ROOT / "examples", ROOT / "src" / "fairvar" / "flower")
+    folders = (ROOT / "docs", ROOT / "examples", ROOT / "src" / "fairvar" / "deploy")
     places = [ROOT / "README.md", *(p for folder in folders for p in folder.rglob("*.*"))]
     commands = ("flwr run ", "flower-superlink -", "flower-supernode -", "flower-simulation ")
     for place in places:

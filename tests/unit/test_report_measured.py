@@ -152,7 +152,8 @@ def test_some_measured_own_models_and_some_did_not(
     # Both are "digits, α 0.3": neither may hide the other.
     capsys.readouterr()
     line = refused(capsys, "compare", f"{tmp_path}:AFL", f"{tmp_path}:FedAvg")
-    assert "0.3-1 (digits, tables, α 0.3), 0.3-2" in line
+    assert "0.3-1 (digits, tables, α 0.3, evaluate.local " in line
+    assert ", 0.3-2 (digits, tables, α 0.3, evaluate.local " in line
     assert "0.3-2" in refused(capsys, "compare", f"{tmp_path}:AFL@0.3", f"{tmp_path}:FedAvg@0.3")
     sides = [side(f"{tmp_path}:FedAvg@0.3-{n}", None) for n in (1, 2)]
     assert {s.model for s in sides} == {"global", "local"}
@@ -288,6 +289,6 @@ def test_pictures_of_what_was_measured(tmp_path: Path) -> None:
     assert kinds["alone"].keys() == {"client_accuracies", "curves", "weights", "partition"}
     assert kinds["shared"].keys() == {*kinds["alone"], "front", "compared_with_fedavg"}
     titles = [axes.get_title("left") for axes in kinds["shared"]["compared_with_fedavg"].axes]
-    assert titles == ["global model, accuracy", "global model, variance"]
+    assert titles == ["global model\naccuracy", "global model\nvariance"]
     weights = kinds["shared"]["weights"].axes[0].lines[0].get_xdata()
     assert weights.tolist() == list(range(1, 9))

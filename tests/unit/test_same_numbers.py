@@ -227,7 +227,7 @@ def test_the_figure_of_differences_has_the_numbers_of_its_table(folder: Path, gr
     head, _, first, *_ = (line.split("|")[1:-1] for line in lines if line.startswith("|"))
     told = {h.strip(): c.strip() for h, c in zip(head, first, strict=True)}
     for axes in figure.axes:
-        model, metric = axes.get_title("left").split(", ")
+        model, metric = axes.get_title("left").split("\n")
         short = {"local models": "local", "global model": "global"}[model]
         cell = told[f"{short} {metric[:3]}."]
         value = float(axes.lines[2].get_xdata()[0])

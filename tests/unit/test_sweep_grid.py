@@ -368,8 +368,8 @@ def test_progress_counts_rounds_of_all_runs(engine, tmp_path, monkeypatch):
         list(self.numbers)))  # fmt: skip
     run_sweep(arrange(plan().cells), tmp_path, quiet)
     total = 4 * ROUNDS
-    assert shown[:2] == [[4, 4, total], [8, 8, total]]
-    assert shown[-2:] == [[2 * total, total, total], [2 * total, 0, 0]]
+    assert shown[:2] == [[4, 4, total, 0], [8, 8, total, 0]]
+    assert shown[-2:] == [[2 * total, total, total, 0], [2 * total, 0, 0, 0]]
 
 
 def test_what_is_under_way_is_shown(tmp_path):
