@@ -15,7 +15,7 @@ from fairvar.data.builtin import (
     quadratics,
     random_quadratics,
 )
-from fairvar.data.federation import Dataset, Scale
+from fairvar.data.dataset import Dataset, Scale
 from fairvar.data.partition import IID, Assignment, Dirichlet, Natural, Partition, Shards
 from fairvar.data.sources import SOURCES, describe, verify
 

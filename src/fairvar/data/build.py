@@ -15,7 +15,8 @@ from jaxtyping import Float, Int64, Integer
 
 from fairvar.common import rng
 from fairvar.data import builtin, sources
-from fairvar.data.federation import SPLITS, Dataset, Federation, Split
+from fairvar.data.dataset import Dataset
+from fairvar.data.federation import SPLITS, Federation, Split
 from fairvar.data.own_data import DEFAULT_SPLIT, Rows, check_shares, split_rows
 from fairvar.data.partition import (
     IID,

@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int64, UInt8
 
 from fairvar.common import rng
-from fairvar.data.federation import SPLITS, Dataset, Federation, Split
+from fairvar.data.dataset import Dataset
+from fairvar.data.federation import SPLITS, Federation, Split
 from fairvar.data.partition import Natural, statistics_of
 from fairvar.errors import BadInput, IntegrityError
 

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from fairvar.common.files import digest, open_regular, read_bytes, walk, whole_file
-from fairvar.data.federation import BLOCK, Dataset, Scale
+from fairvar.data.dataset import BLOCK, Dataset, Scale
 from fairvar.data.fetch import (
     MOST_BYTES,
     REMOTE,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fairvar.data.federation import IGNORED
+from fairvar.data.dataset import IGNORED
 from fairvar.errors import BadInput, cause, unknown
 from fairvar.scores import ACCURACY, LOSS, OF_LABELS, OF_NUMBERS, Metric, metric_of
 

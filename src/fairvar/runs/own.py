@@ -36,7 +36,8 @@ from torch.utils._pytree import tree_leaves
 
 from fairvar.common.files import MOST_CODE, MOST_TEXT, read_bytes, write_bytes
 from fairvar.data import Dataset
-from fairvar.data.federation import Federation, update_digest
+from fairvar.data.dataset import update_digest
+from fairvar.data.federation import Federation
 from fairvar.data.fetch import cache_dir
 from fairvar.errors import PLUGIN, BadInput, FairvarError, shown, unknown
 from fairvar.methods import BUILT_IN, METHODS, FedAvg, Method, Personal

@@ -27,7 +27,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from fairvar.common.files import MOST_ARCHIVE, open_regular, read_bytes, walk
-from fairvar.data.federation import update_digest
+from fairvar.data.dataset import update_digest
 from fairvar.errors import BadInput, FairvarError, IntegrityError, cause
 
 PIECE = 1 << 16  # the most bytes of one read: headers in archives may lie about their lengths

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int64
 
-from fairvar.data.federation import IGNORED
+from fairvar.data.dataset import IGNORED
 from fairvar.data.readers import Layout, Samples, read_compressed, refused
 
 NAMES = ("input.txt", "tinyshakespeare.txt", "tinyshakespeare.txt.gz")
