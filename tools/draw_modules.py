@@ -27,9 +27,10 @@ ROWS = [
     ["runs", "testing"],
     ["engine"],
     ["data", "methods", "models", "theory"],
-    ["files", "metrics", "objectives", "process", "validation"],
+    ["metrics", "objectives"],
     ["scores"],
-    ["display", "errors", "rng", "tree"],
+    ["common"],
+    ["errors"],
 ]
 WIDE, HIGH = 14.0, 16.0
 
@@ -105,7 +106,7 @@ def draw() -> Figure:
         inside = modules(name)
         axes.text(left + width / 2, bottom + height - (0.1 if inside else height / 2 - 0.1), name,
                   ha="center", va="top", fontsize=11, weight="bold", color="#1d3247")  # fmt: skip
-        lines = textwrap.wrap(inside, max(14, int(width * 9.5)))
+        lines = textwrap.wrap(inside, max(14, int(width * 11)))
         axes.text(left + width / 2, bottom + height - 0.45, "\n".join(lines), ha="center", va="top",
                   fontsize=7.5, color="#333333", linespacing=1.25)  # fmt: skip
     for a, b in sorted(direct(imports())):

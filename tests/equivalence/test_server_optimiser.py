@@ -22,12 +22,12 @@ from checks import (
     same_bytes,
 )
 from fairvar.engine.grid import Member, train_grid, trains_together
+from fairvar.engine.keys import fingerprint
 from fairvar.engine.recorder import Checkpoint
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.state import DoesNotFit
 from fairvar.runs.config import Config
 from fairvar.runs.formats import pack_checkpoint, pack_state, unpack_checkpoint, unpack_state
-from fairvar.runs.identity import fingerprint
 
 DEFINED = [
     *(m for m in METHODS if not isinstance(m, fv.QFFL)),

@@ -9,9 +9,9 @@ import pytest
 from filelock import FileLock
 from nursery import Nursery, run_folders, sweep_bytes
 
+from fairvar.engine.keys import fingerprint
 from fairvar.errors import BadInput
 from fairvar.runs import formats, runner
-from fairvar.runs.identity import fingerprint
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather, stored_runs
 from fairvar.runs.runner import Watch, run_cell, run_folder

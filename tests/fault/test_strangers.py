@@ -14,6 +14,7 @@ from nursery import run_bytes
 from safetensors.torch import load, save
 
 from checks import METHODS
+from fairvar.engine.keys import checkpoint_key
 from fairvar.errors import IntegrityError
 from fairvar.runs import runner
 from fairvar.runs.config import Config
@@ -27,7 +28,7 @@ from fairvar.runs.formats import (
     unpack_checkpoint,
     write_checkpoint,
 )
-from fairvar.runs.identity import checkpoint_key, identity_of
+from fairvar.runs.identity import identity_of
 from fairvar.runs.plan import Plan
 from fairvar.runs.runner import (
     Interrupted,

@@ -34,6 +34,7 @@ from fairvar.deploy.flower import (
 from fairvar.deploy.flower.client import Data, node_client
 from fairvar.deploy.flower.server import folder_of, run_on
 from fairvar.deploy.flower.setup import read_setup
+from fairvar.engine.keys import checkpoint_key, fingerprint
 from fairvar.report.files import group_table
 from fairvar.runs.formats import (
     pack_checkpoint,
@@ -41,7 +42,6 @@ from fairvar.runs.formats import (
     unpack_checkpoint,
     write_checkpoint,
 )
-from fairvar.runs.identity import checkpoint_key, fingerprint
 from fairvar.runs.results import gather
 from fairvar.runs.runner import Watch, federation_of, model_of, run_cell
 from fairvar.runs.stored import StoredRun

@@ -14,10 +14,10 @@ import pytest
 import tomli_w
 
 from fairvar.data import Partition
+from fairvar.engine.keys import fingerprint
 from fairvar.errors import BadInput
 from fairvar.methods import METHODS
 from fairvar.runs.config import Config
-from fairvar.runs.identity import fingerprint
 from fairvar.runs.plan import Plan, SweepSettings
 
 BASE: dict[str, Any] = {

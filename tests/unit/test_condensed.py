@@ -20,12 +20,13 @@ import torch
 from msgspec.structs import replace
 
 from fairvar.cli import main
+from fairvar.engine.keys import fingerprint
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.report.files import write_report
 from fairvar.runs.archive import ARCHIVE, LIST, ArchiveList, condense, extract, unpacked, write_list
 from fairvar.runs.config import Config
-from fairvar.runs.identity import fingerprint, identity_of
+from fairvar.runs.identity import identity_of
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather, stored_runs
 from fairvar.runs.runner import Watch, arrange, federation_of, model_of, run_cell, run_folder

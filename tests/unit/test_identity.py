@@ -23,6 +23,7 @@ from safetensors.torch import save
 from fairvar import cli
 from fairvar.common.files import seal
 from fairvar.data import dataset_sha256, sources
+from fairvar.engine.keys import Identity, fingerprint, trial_key
 from fairvar.errors import BadInput, FairvarError, IntegrityError
 from fairvar.methods import METHODS, FedAvg, Method, register
 from fairvar.report.files import group_names, group_table
@@ -31,7 +32,7 @@ from fairvar.runs import identity
 from fairvar.runs.archive import condense
 from fairvar.runs.config import Config
 from fairvar.runs.formats import MANIFEST
-from fairvar.runs.identity import Identity, code_sha256, fingerprint, identity_of, trial_key
+from fairvar.runs.identity import code_sha256, identity_of
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather, stored_runs
 from fairvar.runs.runner import Watch, arrange, federation_of, model_of, run_cell, run_folder

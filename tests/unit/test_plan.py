@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from fairvar.engine.keys import fingerprint
 from fairvar.errors import BadInput
 from fairvar.methods import METHODS, FairLoss, Method, register
 from fairvar.runs.config import Config, merge_overrides
-from fairvar.runs.identity import fingerprint
 from fairvar.runs.plan import MOST_RUNS, PAPER_METHODS, Plan
 from fairvar.runs.sweep import parse_budget, parse_shard
 

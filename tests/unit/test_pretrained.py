@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from fairvar import BadInput, IntegrityError
+from fairvar.engine.keys import fingerprint
 from fairvar.models import build
 from fairvar.runs.config import Config
-from fairvar.runs.identity import fingerprint
 from fairvar.runs.runner import federation_of, model_of, start_note
 
 SMALL = {"data": {"name": "digits", "clients": 4}}

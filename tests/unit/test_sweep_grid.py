@@ -21,11 +21,11 @@ from fairvar.cli import main
 from fairvar.common.files import pack_files, seal, unpack_files
 from fairvar.engine.grid import Member
 from fairvar.engine.kernels import compiled
+from fairvar.engine.keys import batch_key, fingerprint
 from fairvar.engine.train import Checkpoint, run_rounds
 from fairvar.errors import BadInput
 from fairvar.runs import formats, runner, sweep
 from fairvar.runs.formats import MANIFEST, SLOTS
-from fairvar.runs.identity import batch_key, fingerprint
 from fairvar.runs.plan import Plan
 from fairvar.runs.runner import (
     Interrupted,

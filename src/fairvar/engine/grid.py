@@ -22,11 +22,12 @@ from fairvar.engine.cuda_graphs import Captured
 from fairvar.engine.history import History, Key
 from fairvar.engine.kernels.linear import Linear, grams_pay
 from fairvar.engine.kernels.linear.dual import affine_names
+from fairvar.engine.keys import operations_key
 from fairvar.engine.losses import LOSSES, LossFunction
 from fairvar.engine.recorder import Checkpoint, check_tables, scored_keys
 from fairvar.engine.run import Run, arithmetic
 from fairvar.engine.server import Aggregator
-from fairvar.engine.settings import EvaluateSettings, TrainSettings, kind_of
+from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.state import GOING, check_fits, initial_state
 from fairvar.engine.train import prepare, provenance
 from fairvar.engine.trainer import Keep, Progress, Runs, train_rounds
@@ -180,12 +181,12 @@ def _build(member: Member, federation: Federation) -> nn.Module:
 def _alike(members: Sequence[Member]) -> bool:
     """Whether they differ only in numbers, learning rates and seeds, at the same round."""
 
-    def kind(member: Member) -> tuple[object, ...]:
+    def key(member: Member) -> tuple[object, ...]:
         model = member.model if isinstance(member.model, str) else repr(member.model)
-        return kind_of(member.settings, member.method, member.settings.rounds, model)
+        return operations_key(member.settings, member.method, member.settings.rounds, model)
 
     rounds = {0 if m.start is None else m.start.state.round for m in members if m.going}
-    return all(kind(m) == kind(members[0]) for m in members) and len(rounds) <= 1
+    return len(set(map(key, members))) == 1 and len(rounds) <= 1
 
 
 def _vmaps(run: Run, methods: list[Method]) -> bool:

@@ -11,7 +11,6 @@ import msgspec
 from fairvar.common.validation import Checked, Count, Fraction, NonNegative, Positive, Share
 from fairvar.engine.optimiser import PLAIN, ServerOptimiser
 from fairvar.errors import BadInput, shown
-from fairvar.methods.base import Method
 from fairvar.scores import metric_of
 
 Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]
@@ -117,11 +116,3 @@ class EvaluateSettings(Checked, frozen=True, kw_only=True):
             return  # imported later, because reports read stored runs without it
         if self.metric is not None:
             metric_of(self.metric)
-
-
-def kind_of(settings: TrainSettings, method: Method, *rest: object) -> tuple[object, ...]:
-    """Equal for runs that differ only in the number of rounds, the learning rate, the seed and the
-    numbers of the method: their rounds consist of the same operations. A batch of a sweep, a grid
-    and a recorded round use this key, with data and model in `rest`."""
-    bare = msgspec.structs.replace(settings, rounds=1, lr=1.0, seed=0)
-    return bare, type(method), repr(method.form), *rest

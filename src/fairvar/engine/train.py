@@ -31,6 +31,7 @@ from fairvar.engine.kernels.linear import Linear, grams_pay
 from fairvar.engine.kernels.linear.dual import is_affine
 from fairvar.engine.kernels.network import Network
 from fairvar.engine.kernels.personal import WithPersonal
+from fairvar.engine.keys import operations_key
 from fairvar.engine.losses import LossFunction
 from fairvar.engine.optimiser import PLAIN, ServerOptimiser, check_optimiser
 from fairvar.engine.recorder import Checkpoint as Checkpoint
@@ -46,13 +47,7 @@ from fairvar.engine.run import (
     pooled_piece,
     whole_tiles,
 )
-from fairvar.engine.settings import (
-    CONSTANT,
-    EvaluateSettings,
-    LrSchedule,
-    TrainSettings,
-    kind_of,
-)
+from fairvar.engine.settings import CONSTANT, EvaluateSettings, LrSchedule, TrainSettings
 from fairvar.engine.state import State, check_fits, initial_state
 from fairvar.engine.task import Task, make_task
 from fairvar.engine.trainer import Keep, Runs, train_rounds
@@ -445,7 +440,7 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
         precision=settings.precision,
         share=method.plain_weights(data.sizes).to(x.device),
         ids=torch.arange(data.clients, device=x.device),
-        kind=kind_of(settings, method, *task.kind, id(data)),
+        key=operations_key(settings, method, *task.kind, id(data)),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
+from fairvar.engine.keys import swept
 from fairvar.metrics import mean_and_variance
 from fairvar.report import figures
 from fairvar.report.compare import (
@@ -38,7 +39,6 @@ from fairvar.report.style import BASELINE, Figure, save, svg
 from fairvar.report.summary import summarise
 from fairvar.report.table import Table, mean_and_standard_error, render
 from fairvar.runs.formats import write_text
-from fairvar.runs.identity import swept
 from fairvar.runs.runner import start_note
 from fairvar.runs.trials import Group, Result, Trial
 from fairvar.scores import ACCURACY, Metric

@@ -40,10 +40,12 @@ from fairvar.common.files import (
     write_bytes,
 )
 from fairvar.data.readers import tar_files
+from fairvar.engine.keys import fingerprint, swept
 from fairvar.errors import IntegrityError, RunFailed
 from fairvar.runs import formats
+from fairvar.runs.config import Config, assign
 from fairvar.runs.formats import condensed_history, load_tensors
-from fairvar.runs.identity import RECORD, fingerprint, with_chosen
+from fairvar.runs.identity import RECORD
 from fairvar.runs.own import facts_of
 from fairvar.runs.select import Curve
 from fairvar.runs.stored import Manifest, Provenance, Stored, StoredRun
@@ -188,13 +190,21 @@ def _run_files(run: StoredRun) -> dict[str, bytes]:
     return formats.with_manifest(read, {**facts, "condensed": True})
 
 
+def _config_of(group: Group, trial: Trial, seed: int) -> Config:
+    """That of the group, with the method and the varied settings of the trial."""
+    values = group.config.to_dict()
+    for key, value in swept(trial.config or group.config).items():
+        assign(values, key, value)
+    del values["method"]
+    config = Config.from_dict(values)
+    train = replace(config.train, lr=trial.lr, seed=seed)
+    return replace(config, method=trial.method, train=train)
+
+
 def _summary_files(group: Group, trial: Trial) -> dict[str, bytes]:
     summary = trial.summary
     seed = int(summary.births[0]["seed"])
-    config = group.config if trial.config is None else with_chosen(group.config, trial.config)
-    config = replace(
-        config, method=trial.method, train=replace(config.train, lr=trial.lr, seed=seed)
-    )
+    config = _config_of(group, trial, seed)
     tensors = {"rounds": np.array(summary.rounds, dtype=np.int64)}
     for model, curve in summary.valid.items():
         tensors |= {f"{model}/mean": curve.mean, f"{model}/variance": curve.variance}

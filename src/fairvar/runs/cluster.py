@@ -31,10 +31,11 @@ from fairvar.common.files import read_bytes, walk, write_bytes
 from fairvar.common.process import Report, stop_signals
 from fairvar.data.fetch import cache_dir
 from fairvar.data.sources import SOURCES, locate
+from fairvar.engine.keys import checkpoint_key
 from fairvar.errors import PLUGIN, BadInput, FairvarError, RunFailed, cause, explained
 from fairvar.runs.config import Config
 from fairvar.runs.formats import MANIFEST, SLOTS, lock_of, save_files, store_run
-from fairvar.runs.identity import checkpoint_key, forget_files, identity_of, user_modules
+from fairvar.runs.identity import forget_files, identity_of, user_modules
 from fairvar.runs.own import Own, in_use, load, searching
 from fairvar.runs.runner import (
     Group,

@@ -211,7 +211,7 @@ def unpack_state(content: bytes) -> State:
 
 
 def pack_checkpoint(checkpoint: Checkpoint, key: Mapping[str, str] | None = None) -> bytes:
-    """`key` names the run and the versions that it was made with (`identity.checkpoint_key`)."""
+    """`key` names the run and the versions that it was made with (`checkpoint_key`)."""
     tables = {f"tables/{name}": table for name, table in (checkpoint.tables or {}).items()}
     return save({**checkpoint.state.flat(), **tables}, dict(key or {}))
 

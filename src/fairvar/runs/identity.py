@@ -1,9 +1,6 @@
-"""What a run computes, and every key that is derived from it.
+"""The identity of a configuration with the data and the code on this machine, and of a stored run.
 
-An `Identity` consists of the settings that change the numbers of a run, the data set, and the code
-of its method, model and loss. The keys below are projections of it: runs are stored under one,
-checkpoints are checked with another, reports and batches group runs by others. Where a run happens
-(device, paths, names) is in none of them, except in `batch_key`.
+What an `Identity` is, and all keys that are derived from it, are in `engine/keys.py`.
 """
 
 from __future__ import annotations
@@ -11,79 +8,34 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
-import json
 import os
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial, reduce, wraps
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import resolve_name
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
-import torch
-from msgspec.structs import replace
 
-from fairvar._version import __version__
-from fairvar.common.files import Sha256
 from fairvar.data import dataset_sha256
+from fairvar.engine.keys import Identity, cached, fingerprint
 from fairvar.engine.losses import LOSSES
-from fairvar.engine.settings import TrainSettings, kind_of
 from fairvar.errors import PLUGIN, BadInput
-from fairvar.methods import FedAvg, Method
+from fairvar.methods import Method
 from fairvar.models import MODELS
 from fairvar.models.weights import read_tensors
 from fairvar.runs import own
-from fairvar.runs.config import Config, DataConfig, assign, flat
+from fairvar.runs.config import Config, DataConfig
 from fairvar.scores import metric_of
 
 RECORD = "identity"  # the key of an identity in a manifest
 PLACES = ("FAIRVAR_DATA", "FAIRVAR_CACHE", "XDG_CACHE_HOME")  # decide where data sets are found
 DEPLOYED_FILE = "federation.json"  # only deployed runs have this file
-NOT_IN_FINGERPRINT = ("name", "data.root", "model.weights", "train.device", "train.chunk",
-                      "train.capture", "select")  # fmt: skip
-# Settings of later versions. With these values a run keeps the fingerprint that it had before.
-ADDED_LATER = {
-    "train.precision": "full",
-    "train.compile": "auto",  # `true` gives other last bits everywhere; `false` see `_deciding`
-    "train.schedule": {"name": "constant", "warm_up": 0, "every": 1, "least": 0.0},
-    "train.drop_last": False,
-    "train.weight_decay": 0.0,
-    "train.momentum": 0.0,
-    "train.server": {"name": "sgd", "lr": 1.0, "beta1": 0.0},
-    "evaluate.metric": "accuracy",
-}
-# Keys, or their beginnings, that make federations, or runs that no table compares with each other.
-APART = ("data.", "partition.", "evaluate.", "protocol", "train.rounds")
-T = TypeVar("T")
-
-
-class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Two runs with the same identity are the same run."""
-
-    settings: str  # the fingerprint of the configuration
-    data: str | None  # SHA-256 of the data set; None for generated data and data kept at nodes
-    version: int = 1  # of the method
-    code: Sha256 | None = None  # SHA-256 of the code that is not part of fairvar
-    deployed: Sha256 | None = None  # of the further settings of a run on real nodes
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
-
-    @property
-    def name(self) -> str:
-        """The name of the run's folder."""
-        return self.sha256[:16] + ("-flower" if self.deployed else "")
-
-    @property
-    def variant(self) -> tuple[int, str | None, str | None]:
-        """What tables do not show. Runs with different variants are never averaged."""
-        return self.version, self.code, self.deployed
 
 
 def identity_of(config: Config) -> Identity:
@@ -102,108 +54,6 @@ def recorded_identity(manifest: Mapping[str, Any], config: Config) -> Identity:
         return msgspec.convert(manifest[RECORD], Identity)
     data = manifest["passport"].get("dataset_sha256")
     return Identity(fingerprint(config), data, deployed=manifest["sha256"].get(DEPLOYED_FILE))
-
-
-def cached(function: Callable[..., T]) -> Callable[..., T]:
-    """Remember results; arguments that cannot be hashed (a method with a list) are not cached."""
-    remembering = lru_cache(maxsize=100_000)(function)
-
-    @wraps(function)
-    def call(*args: Any) -> T:
-        try:
-            hash(args)
-        except TypeError:
-            return function(*args)
-        return remembering(*args)
-
-    return call
-
-
-# -- projections -----------------------------------------------------------------------------------
-@cached  # a sweep needs the folders of thousands of runs again and again
-def fingerprint(config: Config) -> str:
-    """SHA-256 of all settings that change the numbers; the same on every machine."""
-    text = json.dumps(_deciding(config), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def trial_key(config: Config, identity: Identity) -> str:
-    """Equal for runs that differ in the seed only: the repetitions of one trial."""
-    values = _deciding(config, "train.seed")
-    return json.dumps((values, identity.data, *identity.variant), sort_keys=True)
-
-
-def group_key(config: Config, identity: Identity) -> str:
-    """Equal for runs that a table compares: method, learning rate and seed may differ, and what a
-    sweep varied in addition (`select.over`)."""
-    values = _deciding(config, "train.seed", "train.lr", "method", *swept(config))
-    return json.dumps((values, identity.data, identity.deployed is not None), sort_keys=True)
-
-
-def swept(config: Config, apart: bool = False) -> dict[str, Any]:
-    """What a sweep varied in addition to methods and learning rates (`sweep.grid`), with values:
-    what validation chooses, or with `apart` what distinguishes tables."""
-    values, found = config.to_dict(), {}
-    for key in config.select.over or ():
-        if key.startswith(APART) == apart:
-            found[key] = reduce(lambda d, k: d.get(k, {}), key.split("."), values)
-    return found
-
-
-def told_apart(configs: Sequence[Config]) -> list[list[str]]:
-    """The settings, with values, in which configurations of different groups differ."""
-    known = ("method.", "train.lr", "train.seed", *NOT_IN_FINGERPRINT)
-    rows = [
-        {k: v for k, v in flat(config.to_dict()) if not k.startswith((*known, *swept(config)))}
-        for config in configs
-    ]
-    keys = dict.fromkeys(key for row in rows for key in row)
-    differ = [key for key in keys if any(row.get(key) != rows[0].get(key) for row in rows)]
-    return [[f"{key} {row.get(key, 'not given')}" for key in differ] for row in rows]
-
-
-def with_chosen(config: Config, other: Config) -> Config:
-    """The configuration with these values of another one."""
-    values = config.to_dict()
-    for key, value in swept(other).items():
-        assign(values, key, value)
-    del values["method"]
-    return replace(Config.from_dict(values), method=config.method)
-
-
-def batch_key(config: Config) -> tuple[Any, ...]:
-    """Equal for runs that may train as one batch: the numbers of the method, the learning rate and
-    the seed may differ. Device and other circumstances must be the same."""
-    rest = replace(config, method=FedAvg(), train=TrainSettings(rounds=config.train.rounds))
-    return kind_of(config.train, config.method, rest)
-
-
-def checkpoint_key(identity: Identity) -> dict[str, str]:
-    """What a checkpoint must have to be resumed. The last bits depend on the versions."""
-    return {"identity": identity.sha256, "fairvar": __version__, "torch": str(torch.__version__)}
-
-
-def _deciding(config: Config, *without: str) -> dict[str, Any]:
-    """The settings that change the numbers of a run, in canonical form."""
-    values = config.to_dict()
-    if config.train.compile is False:  # as on every CPU by default
-        values["train"]["compile"] = "auto"
-    for dotted in (*NOT_IN_FINGERPRINT, *without, *ADDED_LATER):
-        *path, last = dotted.split(".")
-        section = reduce(lambda d, k: d.get(k, {}), path, values)
-        always = dotted not in ADDED_LATER or dotted in without
-        if always or section.get(last) == ADDED_LATER[dotted]:
-            section.pop(last, None)
-    return dict(_canonical(values))
-
-
-def _canonical(value: Any) -> Any:
-    """Floats by their bits, so that no formatting rule can change a fingerprint."""
-    if isinstance(value, dict):
-        return {k: _canonical(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_canonical(v) for v in value]
-    return (value + 0.0).hex() if isinstance(value, float) else value  # −0.0 is 0.0
 
 
 # -- parts -----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from fairvar.common.validation import Checked, Count, NonNegative, Positive
 from fairvar.data import Dirichlet
+from fairvar.engine.keys import PLACES, fingerprint, swept
 from fairvar.errors import BadInput, shown, unknown
 from fairvar.methods import BUILT_IN, METHODS, Method
 from fairvar.runs import own
@@ -34,7 +35,6 @@ from fairvar.runs.config import (
     read_values,
     refuse_unknown,
 )
-from fairvar.runs.identity import NOT_IN_FINGERPRINT, fingerprint, swept
 from fairvar.runs.own import find_method
 from fairvar.runs.select import Criterion
 
@@ -87,7 +87,7 @@ class SweepSettings(Checked, frozen=True, kw_only=True):
         for other, lists in INSTEAD.items():
             if key == other:
                 raise BadInput(f"sweep.grid.{key}: give {lists} instead")
-        if key in NOT_IN_FINGERPRINT or key.partition(".")[0] in ("select", "name"):
+        if key in PLACES or key.partition(".")[0] in ("select", "name"):
             raise BadInput(f"sweep.grid.{key}: it changes no result, so that all runs are the same")
         if not values:
             raise BadInput(f"sweep.grid.{key} is empty; give at least one value")

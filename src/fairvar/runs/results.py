@@ -11,12 +11,12 @@ from typing import Any
 from msgspec.structs import replace as with_fields
 
 from fairvar.engine.history import MODELS
+from fairvar.engine.keys import PLACES, group_key, swept, trial_key
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.methods import METHODS
 from fairvar.runs.archive import Condensed, unpacked
-from fairvar.runs.config import Config
+from fairvar.runs.config import Config, flat
 from fairvar.runs.formats import condensed_history, is_complete, read_sealed
-from fairvar.runs.identity import group_key, told_apart, trial_key
 from fairvar.runs.select import Criterion
 from fairvar.runs.stored import StoredRun, recorded_federation
 from fairvar.runs.trials import Group, Summary, Trial, choose, first_run, with_varied
@@ -122,10 +122,22 @@ def _with_distinct_names(groups: Sequence[Group]) -> list[Group]:
         same.setdefault((_title(group), group.data), []).append(place)
     found = list(groups)
     for where in same.values():
-        named = zip(told_apart([groups[p].config for p in where]), where, strict=True)
+        named = zip(_differences([groups[p].config for p in where]), where, strict=True)
         for place, (apart, old) in zip(where, sorted(named), strict=True):
             found[place] = replace(groups[old], apart=apart)
     return found
+
+
+def _differences(configs: Sequence[Config]) -> list[list[str]]:
+    """The settings, with values, in which configurations of different groups differ."""
+    known = ("method.", "train.lr", "train.seed", *PLACES)
+    rows = [
+        {k: v for k, v in flat(config.to_dict()) if not k.startswith((*known, *swept(config)))}
+        for config in configs
+    ]
+    keys = dict.fromkeys(key for row in rows for key in row)
+    differ = [key for key in keys if any(row.get(key) != rows[0].get(key) for row in rows)]
+    return [[f"{key} {row.get(key, 'not given')}" for key in differ] for row in rows]
 
 
 def _title(group: Group) -> tuple[Any, ...]:

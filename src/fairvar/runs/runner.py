@@ -33,6 +33,7 @@ from fairvar.data import deal, load_federation
 from fairvar.data.federation import Federation
 from fairvar.engine.grid import Member, members_that_fit, train_grid, trains_together
 from fairvar.engine.history import History
+from fairvar.engine.keys import Identity, batch_key, checkpoint_key, fingerprint
 from fairvar.engine.state import DoesNotFit
 from fairvar.engine.train import Checkpoint, prepare, run_rounds
 from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
@@ -40,16 +41,7 @@ from fairvar.models import build, load_weights
 from fairvar.runs import formats, own
 from fairvar.runs.config import Config
 from fairvar.runs.formats import pack_checkpoint, pack_history, pack_state, unpack_checkpoint
-from fairvar.runs.identity import (
-    RECORD,
-    Identity,
-    batch_key,
-    checkpoint_key,
-    data_sha256,
-    fingerprint,
-    identity_of,
-    recorded_identity,
-)
+from fairvar.runs.identity import RECORD, data_sha256, identity_of, recorded_identity
 from fairvar.runs.stored import Deployed, final_scores, read_manifest
 from fairvar.scores import metric_facts
 

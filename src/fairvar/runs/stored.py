@@ -23,6 +23,7 @@ from fairvar.common.files import (
 )
 from fairvar.common.tree import Tree
 from fairvar.engine.history import History
+from fairvar.engine.keys import Identity, fingerprint
 from fairvar.engine.state import State, no_state
 from fairvar.errors import BadInput, IntegrityError, shown
 from fairvar.methods import METHODS, Method
@@ -40,7 +41,7 @@ from fairvar.runs.formats import (
     unpack_saved,
     unpack_state,
 )
-from fairvar.runs.identity import Identity, fingerprint, recorded_identity, version_of
+from fairvar.runs.identity import recorded_identity, version_of
 from fairvar.runs.own import OwnMethod, find_method, recorded_method
 
 Text = Annotated[str, Meta(max_length=1000, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]

@@ -29,6 +29,7 @@ from msgspec.structs import replace
 from fairvar.common import process
 from fairvar.common.process import COMPILING, INTERRUPTED, Report, stop_signals
 from fairvar.engine.kernels.compiled import told
+from fairvar.engine.keys import batch_key
 from fairvar.errors import (
     BadInput,
     FairvarError,
@@ -40,7 +41,7 @@ from fairvar.errors import (
 from fairvar.runs import own
 from fairvar.runs.config import Config
 from fairvar.runs.formats import is_complete
-from fairvar.runs.identity import batch_key, forget_files
+from fairvar.runs.identity import forget_files
 from fairvar.runs.runner import (
     Group,
     Interrupted,

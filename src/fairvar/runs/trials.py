@@ -15,12 +15,12 @@ from msgspec import to_builtins
 
 from fairvar.data import Dirichlet
 from fairvar.engine.history import History
+from fairvar.engine.keys import Identity, swept
 from fairvar.errors import BadInput
 from fairvar.methods.base import Method
 from fairvar.metrics import Fairness, mean_and_variance
 from fairvar.runs.config import Config, parse_toml
 from fairvar.runs.formats import read_sealed
-from fairvar.runs.identity import Identity, swept
 from fairvar.runs.select import Criterion, Curve, Validation, best
 from fairvar.runs.stored import Deployed, StoredRun
 from fairvar.scores import ACCURACY, Metric

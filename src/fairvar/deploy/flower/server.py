@@ -46,6 +46,7 @@ from fairvar.deploy.flower.transport import LOG, GridTransport
 from fairvar.deploy.guard import FederationSettings, Notes, Refusal, RoundNote
 from fairvar.deploy.run import Federated, check_start, federate, first_state
 from fairvar.engine.history import History
+from fairvar.engine.keys import Identity, checkpoint_key, fingerprint
 from fairvar.engine.state import DoesNotFit, Outcome, State
 from fairvar.engine.train import Checkpoint
 from fairvar.errors import BadInput, IntegrityError, RunFailed
@@ -64,12 +65,9 @@ from fairvar.runs.formats import (
 )
 from fairvar.runs.identity import (
     DEPLOYED_FILE,
-    Identity,
-    checkpoint_key,
     code_of,
     code_sha256,
     data_sha256,
-    fingerprint,
     metric_code,
     version_of,
 )
