@@ -32,17 +32,6 @@ from typing import Any
 
 import numpy as np
 
-from fairvar.report.sentences import (
-    Evidence,
-    Where,
-    cells_table,
-    evidence_of,
-    judge,
-    judge_apart,
-    paper_table,
-    scoreboard,
-    sentences_table,
-)
 from fairvar.report.table import render
 from fairvar.runs.archive import condense
 from fairvar.runs.config import Config
@@ -54,6 +43,17 @@ from fairvar.runs.runner import Interrupted, run_folder
 from fairvar.runs.select import Criterion
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.trials import Summary
+from sentences import (
+    Evidence,
+    Where,
+    cells_table,
+    evidence_of,
+    judge,
+    judge_apart,
+    paper_table,
+    scoreboard,
+    sentences_table,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 ALPHAS = (0.05, 0.1, 0.5)

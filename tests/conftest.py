@@ -8,7 +8,7 @@ from zlib import crc32
 
 from jaxtyping import config, install_import_hook
 
-install_import_hook("fairvar", "typecheck.checker")
+install_import_hook(["fairvar", "over_pairs", "sentences"], "typecheck.checker")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fairvar.report.sentences import Evidence
 from fairvar.runs.select import Criterion, Curve
 from fairvar.runs.trials import Summary
 from second_edition import (
@@ -23,6 +22,7 @@ from second_edition import (
     key,
     score,
 )
+from sentences import Evidence
 
 WITH_RATES = [name for name, study in STUDIES.items() if study.rates]
 

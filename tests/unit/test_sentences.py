@@ -9,8 +9,8 @@ import pytest
 from scipy import stats
 
 from fairvar.report.compare import PAPER
-from fairvar.report.over_pairs import OverPairs, Window, holm, simes, t_quantile, t_tail
-from fairvar.report.sentences import (
+from over_pairs import OverPairs, Window, holm, simes, t_quantile, t_tail
+from sentences import (
     ALPHAS,
     SENTENCES,
     Evidence,

@@ -18,9 +18,9 @@ import numpy as np
 from fairvar.errors import BadInput
 from fairvar.metrics import mean_and_variance
 from fairvar.report.compare import DATASETS, FEDAVG, PAPER, POINT, SHARE, printed
-from fairvar.report.over_pairs import DRAWS, OverPairs, Tested, Window, holm, simes
 from fairvar.report.table import Column, Row, Table
 from fairvar.runs.trials import Group
+from over_pairs import DRAWS, OverPairs, Tested, Window, holm, simes
 
 Verdict = Literal["reproduced", "not reproduced", "undecided", "not measured"]
 Where = tuple[str, float]  # data set, alpha
