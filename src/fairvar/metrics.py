@@ -21,6 +21,7 @@ from fairvar.errors import BadInput, shown, unknown
 from fairvar.scores import ACCURACY, ROUNDING, Floats, Metric, Numbers, metric_of
 from fairvar.scores import as_array as as_array
 
+RESAMPLES = 2000  # of a bootstrap interval
 # Every number in one line: for footnotes, hover texts and the manual. p_k is the accuracy of client
 # k, or its score by another metric.
 DEFINITIONS = {
@@ -128,7 +129,7 @@ def fairness(
     metric: str | Metric = ACCURACY,
     ddof: int = 1,
     interval: float = 0.95,
-    resamples: int = 2000,
+    resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Fairness:
     """All fairness numbers of accuracies p_k measured on n_k test samples (`DEFINITIONS`).

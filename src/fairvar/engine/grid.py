@@ -66,14 +66,21 @@ def train_grid(
     """The histories of the single runs at evaluated rounds, equal up to rounding."""
     started, rounds = time.perf_counter(), members[0].settings.rounds
     grid = Grid(members, federation, loss, when)
+    kept: dict[int, list[Checkpoint]] = {}  # of the last round, if `keep` asked for them
     with arithmetic(members[0].settings.precision, grid.run.device):
 
         def in_order(done: int, make: Callable[[], list[Checkpoint]]) -> None:
+            def made() -> list[Checkpoint]:
+                kept[done] = make()
+                return grid.in_order(kept[done])
+
+            kept.clear()
             if keep is not None:
-                keep(done, lambda: grid.in_order(make()))
+                keep(done, made)
 
         train_rounds(grid.parts, rounds, when.every, progress, in_order)
-    return grid.histories((time.perf_counter() - started) / len(members))
+    last = kept.get(rounds) or [made for part in grid.parts for made in part.checkpoints()]
+    return grid.histories(last, (time.perf_counter() - started) / len(members))
 
 
 class Grid:
@@ -127,14 +134,15 @@ class Grid:
         places = [i for part in self.places for i in part]
         return [one for _, one in sorted(zip(places, made, strict=True), key=itemgetter(0))]
 
-    def histories(self, seconds: float) -> list[History]:
-        found = []
+    def histories(self, last: Sequence[Checkpoint], seconds: float) -> list[History]:
+        """Of the members; `last`: their last checkpoints, in the order of the parts."""
+        found, made = dict[int, History](), iter(last)
         for places, part in zip(self.places, self.parts, strict=True):
-            for r, (i, made) in enumerate(zip(places, part.checkpoints(), strict=True)):
+            for r, i in enumerate(places):
                 origin = provenance(self.prepared, self.members[i].settings, seconds)
                 origin["together"] = len(self.members)
-                found.append((i, part.recorder.history(made, r, self.run.samples, origin)))
-        return [history for _, history in sorted(found, key=itemgetter(0))]
+                found[i] = part.recorder.history(next(made), r, self.run.samples, origin)
+        return [found[i] for i in range(len(found))]
 
 
 def trains_together(members: Sequence[Member], federation: Federation, loss: str) -> bool:

@@ -24,7 +24,7 @@ from fairvar.data.federation import SPLITS
 from fairvar.engine.state import State
 from fairvar.errors import BadInput, shown
 from fairvar.methods.base import Method
-from fairvar.metrics import Fairness, fairness
+from fairvar.metrics import RESAMPLES, Fairness, fairness
 from fairvar.scores import ACCURACY, LOSS, Metric, metric_facts
 
 Key = tuple[str, str]  # (split, model): ("test", "global"), ("valid", "local"), …
@@ -302,7 +302,11 @@ class History:
         return {name: leaf[client] for name, leaf in models.items()}
 
     def fairness(
-        self, split: str = "test", model: str | None = None, at: int = -1, resamples: int = 2000
+        self,
+        split: str = "test",
+        model: str | None = None,
+        at: int = -1,
+        resamples: int = RESAMPLES,
     ) -> Fairness:
         """The fairness of client scores at one evaluated round (the last by default). By default
         of the model that the method is reported by: personal models where it has such, the global

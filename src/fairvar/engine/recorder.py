@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -158,10 +159,11 @@ class Recorder:
         before = self.before[r].get("counters", torch.zeros(3, dtype=torch.int64))
         model, buffers = size(self.run.task.params), size(self.run.task.buffers)
         exchanges = down = up = 0
-        for t in range(self.first_round, done):
-            traffic = self.methods[r].at_round(t).traffic(model, buffers)
-            exchanges += traffic.exchanges
-            down, up = down + traffic.floats_down, up + traffic.floats_up
+        # A method acts the same in most rounds, and a checkpoint is of thousands of them.
+        for method, alike in groupby(map(self.methods[r].at_round, range(self.first_round, done))):
+            rounds, traffic = len(list(alike)), method.traffic(model, buffers)
+            exchanges += rounds * traffic.exchanges
+            down, up = down + rounds * traffic.floats_down, up + rounds * traffic.floats_up
         width = torch.finfo(self.run.dtype).bits // 8
         return before + torch.tensor([exchanges, down * width, up * width])
 

@@ -175,7 +175,7 @@ def make_task(
     """Build or copy the model, move it to the data's device, and check that it fits; `curvature`:
     also that it can be differentiated twice; `alone`: for one client, never for several at once."""
     function = resolve_loss(loss)
-    original = swap_dropout(_placed(model, federation, settings))
+    original = _placed(model, federation, settings)
     sample, targets = federation.train.take(slice(0, 4))
     found = (_examined_alone if alone else _examined)(original, sample, curvature)
     fatal = [p for p in found.problems if p.fatal]
@@ -216,7 +216,7 @@ def make_task(
 
 
 def _placed(model: nn.Module | str, federation: Federation, settings: TrainSettings) -> nn.Module:
-    """A copy of the model on the data's device, in the run's dtype."""
+    """A copy of the model on the data's device, in the run's dtype, with keyed dropout."""
     if isinstance(model, str) and not isinstance(federation.train.x, Tensor):
         raise BadInput(f"model {model!r} takes one input, but samples have several; give a module")
     if isinstance(model, str):
@@ -225,7 +225,7 @@ def _placed(model: nn.Module | str, federation: Federation, settings: TrainSetti
         raise BadInput(f"model must be an nn.Module or a name, not {type(model).__name__}")
     device, dtype = federation.train.device, getattr(torch, settings.dtype)
     try:
-        return copy.deepcopy(model).to(device, dtype).train()
+        return swap_dropout(model).to(device, dtype).train()
     except Exception as error:
         raise BadInput(f"the model cannot be copied to {device}: {cause(error)}") from error
 

@@ -217,7 +217,8 @@ class Method(Checked, frozen=True, tag_field="name"):
     @property
     def form(self) -> tuple[object, ...]:
         """Everything that decides the operations of a round: the class and all other fields."""
-        rest = [getattr(self, f) for f in self.__struct_fields__ if f not in self.numbers]
+        numbers = self.numbers
+        rest = [getattr(self, f) for f in self.__struct_fields__ if f not in numbers]
         return type(self), *rest, self.uses_curvature, self.uses_pull
 
     def with_numbers(self, numbers: Mapping[str, float | Tensor]) -> Method:

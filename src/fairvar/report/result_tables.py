@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fairvar.metrics import Fairness, variance_in_units
+from fairvar.metrics import RESAMPLES, Fairness, variance_in_units
 from fairvar.report.compare import WHICH, data_title, paired, uncorrected
 from fairvar.report.paired import Paired
 from fairvar.report.table import (
@@ -151,7 +151,7 @@ def _row(result: Result, primary: str, paper: Mapping[str, Cell], marks: Mapping
     if result.at is None:
         return Row(result.label, {**cells, name: DIVERGED, "chosen": "all diverged"})
     model = result.reported(primary)
-    main = result.trial.test(model, result.at)
+    main = result.trial.test(model, result.at, RESAMPLES)
     score, variance = result.window(model)
     ahead = {key for key, label in marks.items() if label == result.label}
 

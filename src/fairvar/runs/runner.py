@@ -297,8 +297,10 @@ def arrange(cells: Sequence[Config], batch: bool = True) -> list[Group]:
     Groups are cut in the order of the plan and computed in the order of their first runs, so that
     an unfinished sweep has the grids of the first seeds first.
     """
-    families: dict[Any, list[int]] = {}
     places = {fingerprint(cell): place for place, cell in reversed(list(enumerate(cells)))}
+    if not batch:
+        return [(cells[place],) for place in sorted(places.values())]
+    families: dict[Any, list[int]] = {}
     for place in sorted(places.values()):
         cell = cells[place]
         shares = cell.train.batch_size is None or cell.train.seed
@@ -306,9 +308,9 @@ def arrange(cells: Sequence[Config], batch: bool = True) -> list[Group]:
     pieces, known = [], dict[Any, int]()
     for (sort, _), family in families.items():
         asked = (sort, len(family))  # seeds do not matter
-        if batch and asked not in known:
+        if asked not in known:
             known[asked] = _most([cells[place] for place in family])
-        most = known[asked] if batch else 1
+        most = known[asked]
         pieces += [family[i : i + most] for i in range(0, len(family), most)]
     return [tuple(cells[place] for place in piece) for piece in sorted(pieces)]
 

@@ -390,7 +390,7 @@ def final_scores(history: History) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for (split, model), table in history.score.items():
         if len(history.evaluated) and bool(table[-1].isfinite().any()):
-            scores = history.fairness(split, model)
+            scores = history.fairness(split, model, resamples=0)  # intervals are not stored
             found[f"{split}/{model}"] = {
                 name: float(scores[name]) for name in Scores.__struct_fields__
             }

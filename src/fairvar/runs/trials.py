@@ -145,9 +145,9 @@ class Trial:
         """Test score of every client at the evaluated rounds."""
         return np.stack([h.score["test", model].numpy() for h in self.histories])
 
-    def test(self, model: str, at: int) -> list[Fairness]:
-        """Test fairness of every seed at one evaluated round."""
-        return [h.fairness("test", model, at) for h in self.histories]
+    def test(self, model: str, at: int, resamples: int = 0) -> list[Fairness]:
+        """Test fairness of every seed at one evaluated round; `resamples`: for intervals."""
+        return [h.fairness("test", model, at, resamples) for h in self.histories]
 
     def describe(self, at: int | None = None) -> str:
         parts = [] if isnan(self.lr) else [f"lr {self.lr:g}"]
