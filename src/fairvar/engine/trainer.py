@@ -21,8 +21,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool
-from torch import Tensor
 
 from fairvar.engine.cuda_graphs import Captured, acts_alike, try_step
 from fairvar.engine.evaluate import Seen
@@ -52,7 +50,7 @@ def train_rounds(
         for part in parts:
             part.step(due)
         alone = len(parts) == 1 and parts[0].alone
-        if (alone or due) and not any(bool(part.going.any()) for part in parts):
+        if (alone or due) and not any(part.any_going for part in parts):
             return  # all runs have diverged
         if keep is not None:
             keep(t + 1, lambda: [made for part in parts for made in part.checkpoints()])
@@ -91,8 +89,8 @@ class Runs:
         return len(self.diverged_at) == 1
 
     @property
-    def going(self) -> Bool[Tensor, " runs"]:
-        return self.diverged_at == GOING
+    def any_going(self) -> bool:
+        return GOING in self.diverged_at.tolist()
 
     def step(self, due: bool) -> None:
         """The next round, evaluated if it is due."""
@@ -100,7 +98,7 @@ class Runs:
         outcome, seen = self._round(t, self.splits if due and self.local else None)
         if self.every_round or due:
             self.recorder.write(t, outcome)
-        if due and bool(self.going.any()):
+        if due and self.any_going:
             self._evaluate(outcome, seen)
 
     def _round(self, t: int, splits: Splits | None) -> tuple[Outcome, Seen | None]:
@@ -129,7 +127,7 @@ class Runs:
         done = self.state.round
         scores = self.kernel.scores(self.state, self.splits)
         evaluation = Evaluation.build(scores, seen, outcome.loss, self.kernel.run.clients)
-        bad = ~evaluation.is_finite(self.all_answer) & self.going
+        bad = ~evaluation.is_finite(self.all_answer) & (self.diverged_at == GOING)
         self.diverged_at.copy_(torch.where(bad, done, self.diverged_at))
         self.kernel.methods[0].check_memory(self.state.memory)
         self.recorder.write_evaluation(done, evaluation)
