@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fairvar.errors import BadInput
 from fairvar.metrics import fairness
-from fairvar.report.compare import Side, paired_dict, paired_table, versus
+from fairvar.report.compare import Side, compare_sides, paired_dict, paired_table
 from fairvar.report.paired import Difference, Paired, _draw, compare
 
 NUMBERS = ("accuracy", "variance", "corrected_variance", "worst_10_percent")
@@ -229,22 +229,22 @@ def side(accuracy: np.ndarray, seeds: list[int], passport: str = "p") -> Side:
 def test_sides_are_paired_by_seed_not_by_place() -> None:
     a = table(6, 3)
     left, right = side(a, [0, 1, 2]), side(a[[2, 0]], [2, 0])
-    assert versus(left, right).accuracy == Difference(0.0, 0.0, 0.0)
+    assert compare_sides(left, right).accuracy == Difference(0.0, 0.0, 0.0)
     with pytest.raises(BadInput, match="no common seed"):
-        versus(left, side(a, [3, 4, 5]))
+        compare_sides(left, side(a, [3, 4, 5]))
 
 
 def test_other_partitions_are_refused() -> None:
     """Client 3 of another partition is another client."""
     with pytest.raises(BadInput, match="different partitions"):
-        versus(side(table(6), [0, 1, 2, 3]), side(table(6), [0, 1, 2, 3], "q"))
+        compare_sides(side(table(6), [0, 1, 2, 3]), side(table(6), [0, 1, 2, 3], "q"))
 
 
 def test_what_is_printed_and_written() -> None:
     b = np.full((2, 4), 0.5)
     a = b + np.array([0.125, -0.25, 0.0, np.nan])
     left, right = side(a, [0, 1]), side(b, [0, 1])
-    found = versus(left, right)
+    found = compare_sides(left, right)
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     for part in paired_table(left, right, found):
         console.print(part)

@@ -13,7 +13,7 @@ import pytest
 from fairvar import cli
 from fairvar.errors import BadInput
 from fairvar.report import files
-from fairvar.report.compare import side, versus
+from fairvar.report.compare import compare_sides, side
 from fairvar.report.files import group_table, write_report
 from fairvar.report.result_tables import WHEN_UNDEFINED
 from fairvar.runs.plan import Plan
@@ -158,7 +158,7 @@ def test_some_measured_own_models_and_some_did_not(
     sides = [side(f"{tmp_path}:FedAvg@0.3-{n}", None) for n in (1, 2)]
     assert {s.model for s in sides} == {"global", "local"}
     with pytest.raises(BadInput, match="--model"):
-        versus(*sides)
+        compare_sides(*sides)
 
 
 @pytest.mark.parametrize(

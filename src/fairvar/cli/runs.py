@@ -243,7 +243,7 @@ def compare(
     """
     lib.load_plugin(plugin)
     left, right = lib.compare.side(a, model, late), lib.compare.side(b, model, late)
-    paired = lib.compare.versus(left, right)
+    paired = lib.compare.compare_sides(left, right)
     if json:
         return print_json(lib.compare.paired_dict(left, right, paired))
     for part in lib.compare.paired_table(left, right, paired):

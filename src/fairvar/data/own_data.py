@@ -320,8 +320,8 @@ def scale_problem(x: Shaped[Tensor, " N *features"], columns: Sequence[str] | No
         return f"the inputs look like raw pixel values from 0 to 255; {way}, or divide by 255"
     if x.dim() != 2:
         overall = float(some.square().mean().sqrt())
-        told = f"the inputs have root mean square {overall:.3g}; {way}"
-        return told if overall > LARGEST_RMS else None
+        problem = f"the inputs have root mean square {overall:.3g}; {way}"
+        return problem if overall > LARGEST_RMS else None
     rms, varies = some.square().mean(0).sqrt(), some.amax(0) > some.amin(0)
     bad = varies & ((rms > LARGEST_RMS) | (rms < SMALLEST_RMS))
     places = bad.nonzero().flatten().tolist()

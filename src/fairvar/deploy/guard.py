@@ -134,7 +134,7 @@ class Expected:
     loss: bool
     scores: Sequence[str]  # splits on which it may report scores
     largest: float
-    score_within: tuple[float, float] | None = None  # None: no score beside loss and accuracy
+    score_within: tuple[float, float] | None = None  # None: no score other than loss and accuracy
 
 
 class RoundNote(NamedTuple):
@@ -150,8 +150,8 @@ class RoundNote(NamedTuple):
 
 
 class Notes(msgspec.Struct):
-    """What the server records beside the tables of a History. It is part of every checkpoint, so
-    that the record of a resumed run starts at its first round."""
+    """What the server records in addition to the tables of a History. It is part of every
+    checkpoint, so that the record of a resumed run starts at its first round."""
 
     samples: dict[str, list[int]]  # by split and client, as far as they are known
     refused: list[Refusal] = []

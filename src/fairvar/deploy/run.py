@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -259,12 +258,6 @@ class LocalTransport:
                 yield Arrival(request.client, message)
 
 
-def local_clients(
-    agreed: Agreement, federation: Federation, folder: Path | None = None
-) -> list[Client]:
-    """One `Client` for each client of a federation, with its own data only; `folder`: for their
-    personal models, which are otherwise kept in memory."""
-    return [
-        Client(i, only(federation, i), agreed, folder and folder / str(i))
-        for i in range(federation.clients)
-    ]
+def local_clients(agreed: Agreement, federation: Federation) -> list[Client]:
+    """One `Client` for each client of a federation, with its own data only."""
+    return [Client(i, only(federation, i), agreed) for i in range(federation.clients)]

@@ -188,7 +188,7 @@ def _graph_budget(x: Tensor) -> int:
     return 2 << 30
 
 
-def block_width(task: Task, x: Tensor, lengths: list[int]) -> int:
+def block_width(task: Task, lengths: list[int]) -> int:
     """Samples per block: the power of two that costs least in padding and block gradients.
 
     `lengths` are the clients' batch sizes. Batch norm needs a client's samples in one block.

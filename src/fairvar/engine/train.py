@@ -315,7 +315,7 @@ def wants_compiling(settings: TrainSettings, run: Run) -> bool:
 
 
 def _compiles_nothing(engine: str, path: str) -> None:
-    """Refuse `compile = True` beside an engine that has nothing to compile, or warn of it."""
+    """Refuse `compile = True` with an engine that has nothing to compile, or warn of it."""
     if engine != "auto":
         raise BadInput(f'engine="{engine}" compiles nothing; with compile=True give "vmapped" or '
                        '"auto"')  # fmt: skip
@@ -436,7 +436,7 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
         chunk=whole_tiles(fitting),
         piece=pooled_piece(task, x),
         graphs_fit=graphs_fit(task, x, sum(who.largest(schedule.lengths))),
-        block=block_width(task, x, schedule.lengths),
+        block=block_width(task, schedule.lengths),
         precision=settings.precision,
         share=method.plain_weights(data.sizes).to(x.device),
         ids=torch.arange(data.clients, device=x.device),

@@ -262,7 +262,7 @@ def _name(group: Group) -> str:
     return f"{name}/{group.data}" if group.data else name
 
 
-def versus(a: Side, b: Side) -> Paired:
+def compare_sides(a: Side, b: Side) -> Paired:
     """Pair over the seeds that both have; another partition has other clients and is refused."""
     if a.passport != b.passport:
         raise BadInput("the two sides have different partitions: their clients cannot be paired")

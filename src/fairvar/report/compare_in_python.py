@@ -195,7 +195,7 @@ def _comparison(
         raise unknown("baseline", baseline, labels)
     base = baseline or (BASELINE if BASELINE in alive else next(iter(alive), labels[0]))
     sides = {label: _side(r, model, late, passport) for label, r in alive.items()}
-    found = {label: pairs.versus(side, sides[base]) for label, side in sides.items()
+    found = {label: pairs.compare_sides(side, sides[base]) for label, side in sides.items()
              if base in sides and label != base}  # fmt: skip
     return Comparison(results, trials, model, base, table, _differences(found, base, late), found)
 

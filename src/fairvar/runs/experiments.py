@@ -14,7 +14,7 @@ import torch
 from fairvar.common.process import Report, note, stop_signals
 from fairvar.common.process import progress as progress_bar
 from fairvar.engine.history import History
-from fairvar.engine.kernels.compiled import told, with_compiling
+from fairvar.engine.kernels.compiled import announcing, with_compiling
 from fairvar.errors import BadInput, RunFailed
 from fairvar.runs import cluster
 from fairvar.runs.config import Config
@@ -145,7 +145,7 @@ def sweep(
             train = cells[0].train
             note(crowding(workers, train.threads, train.device, os.cpu_count() or 1))
             if estimate and todo > MANY_RUNS:
-                with told(lambda text: report(0, len(cells), text)):
+                with announcing(lambda text: report(0, len(cells), text)):
                     cost = duration(project(groups, folder, workers))
                 note(f"{todo} runs to do: about {cost} with {workers} worker(s), from a few timed "
                      "rounds")  # fmt: skip

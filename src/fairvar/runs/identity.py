@@ -106,7 +106,7 @@ def _check_weights(path: str | None, sha256: str | None) -> None:
 
 
 # -- code ------------------------------------------------------------------------------------------
-# A plugin has no version number that could be trusted, so its runs are told apart by the code
+# A plugin has no version number that could be trusted, so its runs are distinguished by the code
 # itself: the file of the class or function and all files of the user's that it imports. Files are
 # hashed whole, with their comments; other files that the code reads are not seen.
 @cached

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 from fairvar.common import process
 from fairvar.common.process import COMPILING, INTERRUPTED, Report, stop_signals
-from fairvar.engine.kernels.compiled import told
+from fairvar.engine.kernels.compiled import announcing
 from fairvar.engine.keys import batch_key
 from fairvar.errors import (
     BadInput,
@@ -233,7 +233,7 @@ def work(
         if stopping():
             raise Interrupted("stopped between two runs; the same command continues")
         progress = partial(pulse.beat, len(missing(group, out)))
-        with told(pulse.compiling):
+        with announcing(pulse.compiling):
             run_group(group, out, Watch(progress, stopping, save_every))
         pulse.rest()
 

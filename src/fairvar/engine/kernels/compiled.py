@@ -64,9 +64,9 @@ def group_width(clients: int) -> int:
 
 
 @contextmanager
-def told(listener: Callable[[str], object]) -> Iterator[None]:
-    """Within, `listener` is told before compiling: "compiling", or "compiling, about 40 s" where
-    the same was compiled in another shape."""
+def announcing(listener: Callable[[str], object]) -> Iterator[None]:
+    """Within, `listener` is called before compiling: with "compiling", or "compiling, about 40 s"
+    where the same was compiled in another shape."""
     _LISTENERS.append(listener)
     try:
         yield
@@ -89,7 +89,7 @@ def with_compiling(report: Report, done: int, total: int) -> Iterator[Report]:
         last = done, total
         report(done, total, what)
 
-    with told(lambda text: report(*last, text)):
+    with announcing(lambda text: report(*last, text)):
         yield rounds
 
 
