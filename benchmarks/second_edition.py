@@ -189,7 +189,7 @@ def score(summary: Summary, criterion: Criterion) -> tuple[float, float]:
         return -math.inf, math.inf
     rounds, curve = np.array(summary.rounds), summary.valid[criterion.model]
     late = rounds > 0.75 * rounds[-1]
-    scores = criterion.score(curve, len(summary.births))
+    scores = criterion.score(curve, len(summary.provenances))
     return float(scores[late].mean()), float(np.nan_to_num(curve.variance)[late].mean())
 
 

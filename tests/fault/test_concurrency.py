@@ -31,7 +31,7 @@ def test_four_processes_compute_each_run_once(children: Nursery, short: Path, tm
             if seen:
                 groups = gather(out)
                 reads += 1
-                assert len(seen) <= sum(len(g.births) for g in groups) <= 6
+                assert len(seen) <= sum(len(g.provenances) for g in groups) <= 6
                 assert all(t.histories for g in groups for t in g.trials)
         ends = [children.wait(pid) for pid in pids]
         assert [end.code for end in ends] == [0] * 4, ends

@@ -439,7 +439,7 @@ def test_deployed_runs_are_no_seeds_of_simulated_ones(two_seeds, tmp_path):
     record = json.loads((run.folder / MANIFEST).read_text())["identity"]
     reseal(folder / "x-flower", identity={**record, "deployed": "d" * 64})
     groups = gather(folder)
-    assert sorted(len(g.births) for g in groups) == [1, 2]
+    assert sorted(len(g.provenances) for g in groups) == [1, 2]
     labels = {r.label for g in groups for r in g.results}
     assert labels == {"FedAvg [v1]", "FedAvg [v1, deployed dddddddd]"}
 

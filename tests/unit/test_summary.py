@@ -38,7 +38,7 @@ def group(
     return SimpleNamespace(
         alpha=alpha, results=results, source="data", dataset="data", data="", metric=ACCURACY,
         kind=[], passport=passport,
-        births=[{"seed": seed} for seed in range(seeds)],
+        provenances=[{"seed": seed} for seed in range(seeds)],
         criterion=SimpleNamespace(model="global"), config=SimpleNamespace(protocol="boxes"),
     )  # fmt: skip
 

@@ -111,10 +111,12 @@ def facts_table(facts: Mapping[str, Any], title: str | None = None) -> Table:
 
 def run_table(folder: Path, manifest: Mapping[str, Any]) -> Table:
     """One row per evaluated split and model of a run."""
-    diverged, birth = manifest["diverged_at"], manifest["birth"]
+    diverged, origin = manifest["diverged_at"], manifest["birth"]
     state = "" if diverged is None else f", diverged in round {diverged}"
-    peak = f", peak memory {birth['peak_megabytes']} MB" if birth.get("peak_megabytes") else ""
-    cost = f"{birth.get('seconds', 0):.1f} s on {birth.get('device')} ({birth.get('engine')}){peak}"
+    peak = f", peak memory {origin['peak_megabytes']} MB" if origin.get("peak_megabytes") else ""
+    cost = (
+        f"{origin.get('seconds', 0):.1f} s on {origin.get('device')} ({origin.get('engine')}){peak}"
+    )
     columns = {"mean": 2, "variance_over_clients": 3, "noise_floor": 3, "corrected_variance": 3,
                "worst_10_percent": 2}  # fmt: skip
     metric = recorded_metric(manifest) or ACCURACY

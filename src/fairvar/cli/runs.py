@@ -286,7 +286,7 @@ def condense(
         progress(1, 2, "writing")
         path = lib.archive.condense(groups, out, all)
         progress(2, 2, "done")
-    runs, size = sum(len(g.births) for g in groups), path.stat().st_size
+    runs, size = sum(len(g.provenances) for g in groups), path.stat().st_size
     if json:
         return print_json({"file": str(path), "runs": runs, "bytes": size})
     say(f"{runs} runs on {len(groups)} federations in {path}, {size / 1e6:.1f} MB")

@@ -112,11 +112,11 @@ def _notes(group: Group) -> Iterator[str]:
            f"rounds; the table is about {WHICH[primary]}.")  # fmt: skip
     if varied := list(swept(group.config)):
         yield f"Also chosen for every method: {', '.join(varied)}. The line above is of one run."
-    seeds = sorted({int(birth["seed"]) for birth in group.births})
+    seeds = sorted({int(p["seed"]) for p in group.provenances})
     how = "Without validation data: every method after its last round, on test data."
     how = "Chosen on validation data, reported on test data." if group.validated else how
-    yield (f"Seeds {', '.join(map(str, seeds))}; {len(group.births)} runs. ± is the standard error "
-           f"over seeds. {how}")  # fmt: skip
+    yield (f"Seeds {', '.join(map(str, seeds))}; {len(group.provenances)} runs. ± is the standard "
+           f"error over seeds. {how}")  # fmt: skip
     floor = 100 * noise_floor(group.results, primary)
     if np.isfinite(floor):
         yield f"Noise floor of the variance ×100: {floor:.3f}."
@@ -180,7 +180,7 @@ def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[T
                 sections.append(Section(found.title, name, "", claims_overview(found), rest=every))
             else:
                 sections.append(Section(found.title, name, "", found))
-    runs = sum(len(group.births) for group in groups)
+    runs = sum(len(group.provenances) for group in groups)
     subtitle = f"{runs} runs on {len(groups)} federation{'s' if len(groups) != 1 else ''}"
     scores = list(dict.fromkeys(group.metric for group in groups))
     origin, summary = _provenance(groups), summarise(groups)
@@ -253,12 +253,12 @@ def _section(group: Group, name: str, table: Table, figures: Sequence[PageFigure
 
 def _provenance(groups: Sequence[Group]) -> dict[str, str]:
     """What all the runs were made with."""
-    births = [birth for g in groups for birth in g.births]
+    found = [each for g in groups for each in g.provenances]
 
     def values(key: str) -> str:
-        return ", ".join(sorted({str(b[key]) for b in births}))
+        return ", ".join(sorted({str(each[key]) for each in found}))
 
-    seconds = float(np.sum([b["seconds"] for b in births]))
+    seconds = float(np.sum([each["seconds"] for each in found]))
     return {
         "fairvar": values("fairvar"),
         "torch": values("torch"),

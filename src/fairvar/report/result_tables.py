@@ -269,7 +269,7 @@ def _overview(members: WithTables) -> Table:
             columns.append(replace(column, key=key, header=header, definition="", digits=own))
             for row in table.rows:
                 cells.setdefault(row.label, {})[key] = row.cells.get(column.key)
-    runs = sum(len(group.births) for group, _ in members)
+    runs = sum(len(group.provenances) for group, _ in members)
     return Table(
         f"{data_title(first)}, {'deployed, ' * ('deployed' in first.kind)}protocol "
         f"{first.config.protocol}: {WHICH[first.criterion.model]}"

@@ -66,7 +66,7 @@ def _enough(members: Sequence[Group]) -> bool:
 
 
 def _seeds(members: Sequence[Group]) -> int:
-    return min(len({int(birth["seed"]) for birth in group.births}) for group in members)
+    return min(len({int(p["seed"]) for p in group.provenances}) for group in members)
 
 
 def _careful(sentence: str) -> str:

@@ -203,7 +203,7 @@ def _config_of(group: Group, trial: Trial, seed: int) -> Config:
 
 def _summary_files(group: Group, trial: Trial) -> dict[str, bytes]:
     summary = trial.summary
-    seed = int(summary.births[0]["seed"])
+    seed = int(summary.provenances[0]["seed"])
     config = _config_of(group, trial, seed)
     tensors = {"rounds": np.array(summary.rounds, dtype=np.int64)}
     for model, curve in summary.valid.items():
@@ -216,7 +216,7 @@ def _summary_files(group: Group, trial: Trial) -> dict[str, bytes]:
         "passport": dict(group.passport),
         "diverged": summary.diverged,
         "last": {model: list(two) for model, two in summary.last.items()},
-        "births": [dict(birth) for birth in summary.births],
+        "births": [dict(each) for each in summary.provenances],
     }
     facts |= metric_facts(summary.metric)
     if (about := facts_of(trial.method)) is not None:

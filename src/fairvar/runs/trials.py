@@ -34,15 +34,15 @@ class Summary:
     diverged: bool
     valid: Mapping[str, Curve]  # by model
     last: Mapping[str, tuple[float, float]]  # by model: test mean and variance after the last round
-    births: Sequence[Mapping[str, Any]]  # provenance of each seed's run
+    provenances: Sequence[Mapping[str, Any]]  # provenance of each seed's run
     metric: Metric = ACCURACY
 
     @staticmethod
     def of(histories: Sequence[History]) -> Summary:
-        births = [history.provenance for history in histories]
+        provenances = [history.provenance for history in histories]
         first = histories[0]
         if any(history.diverged_at is not None for history in histories):
-            return Summary((), True, {}, {}, births, first.metric)
+            return Summary((), True, {}, {}, provenances, first.metric)
         curves = {
             (split, model): Curve.of(np.stack([h.score[split, model].numpy() for h in histories]))
             for split, model in first.score
@@ -57,7 +57,7 @@ class Summary:
                 for (split, model), curve in curves.items()
                 if split == "test" and len(curve.mean)
             },
-            births,
+            provenances,
             first.metric,
         )
 
@@ -110,7 +110,7 @@ class Trial:
 
     @property
     def seeds(self) -> list[int]:
-        return [int(birth["seed"]) for birth in self.summary.births]
+        return [int(each["seed"]) for each in self.summary.provenances]
 
     @property
     def metric(self) -> Metric:
@@ -139,7 +139,7 @@ class Trial:
         curve = None if known.diverged else known.valid[model]
         if curve is not None and not self.metric.higher_is_better:
             curve = replace(curve, mean=-curve.mean)
-        return Validation(known.rounds, curve, len(known.births), strength)
+        return Validation(known.rounds, curve, len(known.provenances), strength)
 
     def scores(self, model: str) -> Float64[np.ndarray, "seeds rounds n"]:
         """Test score of every client at the evaluated rounds."""
@@ -311,9 +311,9 @@ class Group:
         return values
 
     @property
-    def births(self) -> list[Mapping[str, Any]]:
+    def provenances(self) -> list[Mapping[str, Any]]:
         """The provenance of every run, also of those of which only a summary was kept."""
-        return [birth for trial in self.trials for birth in trial.summary.births]
+        return [each for trial in self.trials for each in trial.summary.provenances]
 
 
 def first_run(results: Sequence[Result]) -> StoredRun:
