@@ -14,6 +14,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from fairvar.report import style  # noqa: E402
+
 # A suite that was started with nohup or in the background of a script ignores signals, and commands
 # that tests start would inherit that.
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
@@ -26,11 +28,16 @@ settings.register_profile("tests", deadline=None, derandomize=True)
 settings.load_profile("tests")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: a third of the time tests wait for processes they started."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.fixture(autouse=True)
 def shapes(request: pytest.FixtureRequest) -> None:
-    """Shapes and types are checked in every fourth test, chosen by its name: the checks double the
+    """Shapes and types are checked in every eighth test, chosen by its name: the checks double the
     time. SHAPES=all checks them in all tests."""
-    checked = crc32(request.node.nodeid.encode()) % 4 == 0 or os.environ.get("SHAPES") == "all"
+    checked = crc32(request.node.nodeid.encode()) % 8 == 0 or os.environ.get("SHAPES") == "all"
     config.update("jaxtyping_disable", not checked)
 
 
@@ -38,3 +45,9 @@ def shapes(request: pytest.FixtureRequest) -> None:
 def one_thread() -> None:
     """xdist starts a process per core; more threads would only fight over them."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def without_pdf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports draw PNG files only: PDFs take a quarter of their time, and are not published."""
+    monkeypatch.delitem(style.KINDS, "pdf")

@@ -74,6 +74,7 @@ def small(sweep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.usefixtures("without_pdf")
 def test_the_report_is_the_same_byte_by_byte(sweep: Path, small: Path, tmp_path: Path) -> None:
     for source in (sweep, small):
         write_report(gather(source), tmp_path / source.name, "t")

@@ -228,9 +228,11 @@ def test_a_round_makes_nothing_as_large_as_the_federation(method: fv.Method) -> 
 # -- building --------------------------------------------------------------------------------------
 def test_values_are_looked_at_once_for_all_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    real = federation_module._not_finite
+    real = federation_module.first_not_finite
     monkeypatch.setattr(
-        federation_module, "_not_finite", lambda values: calls.append(len(values)) or real(values)
+        federation_module,
+        "first_not_finite",
+        lambda values: calls.append(len(values)) or real(values),
     )
     small(500)
     assert calls == [1500, 1500]  # x and y

@@ -35,6 +35,7 @@ def test_every_file_is_as_it_was_written(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_pdf")
 @pytest.mark.parametrize("folder", REPORTED, ids=lambda f: str(f.relative_to(ROOT / "results")))
 def test_the_published_report_comes_out_again(folder: Path, tmp_path: Path) -> None:
     groups = gather(folder)

@@ -161,10 +161,10 @@ def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[T
         texts |= {f"table-{name}.{end}": render(table, kind) for end, kind in FORMATS.items()}
         shown = []
         for kind, figure in _figures(group):
-            png, pdf = save(figure, out, f"{kind}-{name}")
-            drawn += [png, pdf]
+            files = save(figure, out, f"{kind}-{name}")
+            drawn += files
             # The page links only the PNG: results are often published without the PDFs.
-            shown.append(PageFigure(svg(figure), _caption(kind, group), png.name))
+            shown.append(PageFigure(svg(figure), _caption(kind, group), files[0].name))
         sections.append(_section(group, name, table, shown))
     with_tables = list(zip(groups, tables, strict=True))
     texts |= {"clients.csv": clients_csv(groups), **overview_files(with_tables)}

@@ -78,6 +78,8 @@ STYLE = {
     "pdf.fonttype": 42,  # journals refuse type 3 fonts
     "svg.hashsalt": "fairvar",  # or the ids would be random
 }
+# The kinds of files, and what they would say of the day and the program.
+KINDS = {"png": ("Software",), "pdf": ("Creator", "Producer", "CreationDate")}
 VARIANCE = "variance over clients (fraction² × 100)"
 
 
@@ -143,10 +145,9 @@ def save(figure: Figure, folder: Path | str, stem: str) -> list[Path]:
     """Writes `stem`.png and `stem`.pdf, without dates, so that equal figures are equal files."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    nothing = {"png": ("Software",), "pdf": ("Creator", "Producer", "CreationDate")}
     paths = []
     with _style():
-        for kind, keys in nothing.items():
+        for kind, keys in KINDS.items():
             paths.append(folder / f"{stem}.{kind}")
             figure.savefig(paths[-1], dpi=150, metadata=dict.fromkeys(keys))
     lines = {line.get_color() for axes in figure.axes for line in axes.lines}
