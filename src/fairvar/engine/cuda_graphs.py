@@ -179,7 +179,7 @@ class Recordings:
 
     def find(self, kernel: Recordable, path: str, state: State, diverged_at: Tensor) -> Captured:
         """The recording for this kernel. Operations also depend on `path` and the chunk."""
-        key = kernel.run.key, path, kernel.run.chunk
+        key = kernel.run.kind, path, kernel.run.chunk
         found = self.kept.pop(key, None)
         if found is None:
             found = Captured(kernel, state, diverged_at)

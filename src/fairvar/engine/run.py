@@ -51,7 +51,7 @@ class Run:
     ids: Int64[Tensor, " m"]
     optimiser: ServerOptimiser = PLAIN  # of the server
     compiles: bool = False  # local steps are compiled
-    key: object = None  # of runs whose rounds consist of the same operations (`keys.py`)
+    kind: object = None  # equal for runs whose rounds consist of the same operations
     drawn: Cohort | None = None  # the participants of a round; None: all clients
 
     @property

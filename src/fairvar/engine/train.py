@@ -440,7 +440,7 @@ def _make_run(task: Task, data: Federation, method: Method, settings: TrainSetti
         precision=settings.precision,
         share=method.plain_weights(data.sizes).to(x.device),
         ids=torch.arange(data.clients, device=x.device),
-        key=operations_key(settings, method, *task.kind, id(data)),
+        kind=operations_key(settings, method, *task.kind, id(data)),
     )
 
 
