@@ -10,7 +10,6 @@ a budget it stops in time, and the same command continues. OUT/STUDY gets
     tuning/runs.tar.xz   the runs that tuned, with their histories
     final/runs.tar.xz    the final runs
     choices.json, .md    what validation chose on every rung
-    sentences.md         the verdicts on the final runs
 
 A study is a data set and a protocol: mnist-boxes, cifar10-tables, … `--tiny` shortens everything,
 to try the steps on a CPU. On a GPU machine gpu_slice.py calls it (benchmarks/slices/second_*.toml).
@@ -309,8 +308,6 @@ def run(name: str, study: Study, machine: Machine, out: Path) -> bool:
     for part in ("pilot", "tuning", "final"):
         if any((machine.store / part).glob("*/manifest.json")):
             condense(gather(machine.store / part), out / part, everything=True)
-    if done:
-        write_text(out / "sentences.md", verdicts([out / "final"]))
     return done
 
 

@@ -148,7 +148,9 @@ def test_tables_have_every_sentence_and_every_cell() -> None:
 
 
 def test_differences_from_fedavg_are_marked_where_the_interval_leaves_zero_out() -> None:
-    found = differences_table({("mnist", 0.1): made({"FairGrad*": (0.03, 0.8)})}, "minus FedAvg", [])
+    found = differences_table(
+        {("mnist", 0.1): made({"FairGrad*": (0.03, 0.8)})}, "minus FedAvg", []
+    )
     cells = {row.label: [str(text) for text in row.cells.values()] for row in found.rows}
     assert list(cells) == [method for method in PAPER if method != "FedAvg"]
     accuracy, variance = cells["FairGrad*"]
