@@ -57,15 +57,15 @@ def parts(folder: Path, out: Path, megabytes: int) -> None:
     shutil.rmtree(out, ignore_errors=True)
     limit, number, room, index = megabytes * 1_000_000, 0, 0, []
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        content, pieces = path.read_bytes(), []
-        for start in range(0, max(len(content), 1), limit):
-            piece = content[start : start + limit]
-            if len(piece) > room:
+        content, pieces, start = path.read_bytes(), list[str](), 0
+        while start < len(content) or not pieces:
+            if not room:
                 number, room = number + 1, limit
+            piece = content[start : start + room]
             name = f"{number}/{path.relative_to(folder).as_posix().replace('/', '+')}.{start}"
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).write_bytes(piece)
-            room -= len(piece)
+            room, start = room - len(piece), start + len(piece)
             pieces.append(name)
         digest = sha256(content).hexdigest()
         index.append({"file": f"{folder.name}/{path.relative_to(folder).as_posix()}",

@@ -17,11 +17,11 @@ from jaxtyping import Float, Int64
 
 from fairvar.common import rng
 from fairvar.errors import BadInput
-from fairvar.metrics import mean_and_variance
+from fairvar.metrics import binomial_noise, mean_and_variance
 
 DRAWS = 10_000
 Scores = Float[np.ndarray, "rounds n"]
-QUANTITIES = ("accuracy", "variance")
+QUANTITIES, CORRECTED = ("accuracy", "variance"), "corrected"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class Tested:
 @dataclass(frozen=True, eq=False)
 class OverPairs:
     """Mean and variance over clients, averaged over the window, of every method on the common
-    pairs; as they are and redrawn."""
+    pairs; as they are (the variance also corrected) and redrawn."""
 
     seen: Mapping[str, Mapping[str, Float[np.ndarray, " pairs"]]]  # by quantity and method
     drawn: Mapping[str, Mapping[str, Float[np.ndarray, " draws"]]]
@@ -63,7 +63,8 @@ class OverPairs:
         random = rng.stream(0, "over pairs", len(pairs))
         turns = _counts(random.integers(len(pairs), size=(draws, len(pairs))), len(pairs))
         turns /= len(pairs)
-        seen: dict[str, dict[str, list[float]]] = {q: {m: [] for m in windows} for q in QUANTITIES}
+        quantities = (*QUANTITIES, CORRECTED)
+        seen: dict[str, dict[str, list[float]]] = {q: {m: [] for m in windows} for q in quantities}
         drawn = {q: {m: np.zeros(draws) for m in windows} for q in QUANTITIES}
         clients: dict[tuple[str, int], Float[np.ndarray, "draws n"]] = {}
         for place, pair in enumerate(pairs):
@@ -76,10 +77,12 @@ class OverPairs:
             for method, window in found.items():
                 scores = window.scores[:, common]
                 redrawn = _redrawn(scores, clients[key])
+                noise = float(binomial_noise(scores, window.samples[common]).mean())
                 for quantity, now, again in zip(QUANTITIES, mean_and_variance(scores), redrawn,
                                                 strict=True):  # fmt: skip
                     seen[quantity][method].append(float(now.mean()))
                     drawn[quantity][method] += turns[:, place] * again
+                seen[CORRECTED][method].append(seen["variance"][method][-1] - noise)
         arrays = {
             q: {m: np.array(v) for m, v in by_method.items()} for q, by_method in seen.items()
         }

@@ -20,7 +20,7 @@ from fairvar.metrics import mean_and_variance
 from fairvar.report.compare import DATASETS, FEDAVG, PAPER, POINT, SHARE, printed
 from fairvar.report.table import Column, Row, Table
 from fairvar.runs.trials import Group
-from over_pairs import DRAWS, OverPairs, Tested, Window, holm, simes
+from over_pairs import CORRECTED, DRAWS, QUANTITIES, OverPairs, Tested, Window, holm, simes
 
 Verdict = Literal["reproduced", "not reproduced", "undecided", "not measured"]
 Where = tuple[str, float]  # data set, alpha
@@ -382,17 +382,13 @@ def _told(j: Judged) -> str:
     if j.decides is None or j.verdict == "not measured":
         return j.verdict
     where, c = j.decides
-    digits = 2 if c.quantity == "accuracy" else 3
-    value, low, high = (f"{100 * x:+.{digits}f}" for x in (c.tested.value, c.tested.low,
-                                                           c.tested.high))  # fmt: skip
-    span = f"{low} to {high}" if np.isfinite(c.tested.low) else "one seed"
     text = c.text if c.quantity == "accuracy" else f"{c.text} ×100"
-    return f"{j.verdict}: {_place(where)}: {text} {value} ({span})"
+    return f"{j.verdict}: {_place(where)}: {text} {_span(c.tested, 2 if c.quantity == _ACC else 3)}"
 
 
 def cells_table(evidence: Mapping[str, Mapping[Where, Evidence]]) -> Table:
-    """The paper's 96 cells in both protocols: accuracy % / variance ×100 in the window; with the
-    numbers of partitions × seeds, and of configurations tried, where runs are."""
+    """The paper's 96 cells in both protocols: accuracy % / variance ×100 (corrected) in the window;
+    with the numbers of partitions × seeds, and of configurations tried, where runs are."""
     rows = []
     for data in TITLES:
         for method in PAPER:
@@ -418,8 +414,29 @@ def _cell(seen: Evidence | None, method: str) -> str:
     if method in seen.diverged:
         return "div."
     over = seen.over_pairs()
-    accuracy, variance = (100 * over.mean(q, method) for q in ("accuracy", "variance"))
-    return f"{accuracy:.2f} / {variance:.3f}"
+    accuracy, variance, corrected = (100 * over.mean(q, method) for q in (*QUANTITIES, CORRECTED))
+    return f"{accuracy:.2f} / {variance:.3f} ({corrected:.3f})"
+
+
+def differences_table(
+    evidence: Mapping[Where, Evidence], title: str, notes: Sequence[str]
+) -> Table:
+    """Every method minus FedAvg at every place, with the wider of both 95 % intervals."""
+    columns, cells = [], {method: dict[str, str]() for method in _OTHERS}
+    for where, seen in sorted(evidence.items()):
+        for quantity, digits, unit in ((_ACC, 2, ""), (_VAR, 3, " ×100")):
+            columns.append(Column(f"{where}{quantity}", f"{_place(where)}: {quantity}{unit}"))
+            for method in _OTHERS:
+                if {method, *FEDAVG} <= seen.windows.keys():
+                    tested = seen.over_pairs().test(quantity, _weights((method,), *FEDAVG))
+                    star = " *" if tested.low > 0 or tested.high < 0 else ""
+                    cells[method][f"{where}{quantity}"] = _span(tested, digits) + star
+    return Table(title, columns, [Row(m, cells[m]) for m in _OTHERS], list(notes))
+
+
+def _span(tested: Tested, digits: int) -> str:
+    value, low, high = (f"{100 * x:+.{digits}f}" for x in (tested.value, tested.low, tested.high))
+    return f"{value} ({low} to {high})" if np.isfinite(tested.low) else f"{value} (one seed)"
 
 
 def paper_table(groups: Sequence[Group]) -> Table:

@@ -15,7 +15,7 @@ from fairvar.runs.trials import Summary
 from second_edition import (
     STUDIES,
     SURVIVORS,
-    _add_diverged,
+    _add_tuning,
     choices_text,
     chosen,
     final_cells,
@@ -63,6 +63,7 @@ def test_the_final_runs_use_what_was_chosen(tmp_path: Path) -> None:
     table = [{"alpha": 0.1, "method": label, "lr": cell.train.lr, "parameter": None, "score": 0.5,
               "rank": 1, "key": key(cell), "rung": len(SURVIVORS), "goes on": True}
              for label, cell in first.items() if label != "AFL"]  # fmt: skip
+    table += [{**row, "method": label, "rung": 1} for row in table[:1] for label in 12 * [*first]]
     table.append({"alpha": 0.1, "method": "AFL", "lr": 0.1, "parameter": None, "score": None,
                   "rank": 1, "key": key(first["AFL"]), "rung": 3, "goes on": False})  # fmt: skip
     final = final_cells(study, table)
@@ -76,5 +77,6 @@ def test_the_final_runs_use_what_was_chosen(tmp_path: Path) -> None:
     (tmp_path / "mnist-boxes").mkdir()
     (tmp_path / "mnist-boxes" / "choices.json").write_text(json.dumps(table))
     found = {"boxes": {("mnist", 0.1): Evidence({})}}
-    _add_diverged(found, tmp_path / "mnist-boxes")
+    _add_tuning(found, tmp_path / "mnist-boxes")
     assert found["boxes"]["mnist", 0.1].diverged == {"AFL"}
+    assert found["boxes"]["mnist", 0.1].tried == dict.fromkeys(first, 12)

@@ -16,6 +16,7 @@ from sentences import (
     Evidence,
     alike,
     cells_table,
+    differences_table,
     evidence_of,
     improves,
     judge,
@@ -144,3 +145,21 @@ def test_tables_have_every_sentence_and_every_cell() -> None:
     assert (len(told), told.count("not measured")) == (2 * 4 * 32, 4 * (24 + 32))
     assert [row.cells["tables"] for row in scoreboard({}).rows] == ["not measured"] * 10
     assert evidence_of([]) == {}
+
+
+def test_differences_from_fedavg_are_marked_where_the_interval_leaves_zero_out() -> None:
+    found = differences_table(
+        {("mnist", 0.1): made({"FairGrad*": (0.03, 0.8)})}, "minus FedAvg", []
+    )
+    cells = {row.label: [str(text) for text in row.cells.values()] for row in found.rows}
+    assert list(cells) == [method for method in PAPER if method != "FedAvg"]
+    accuracy, variance = cells["FairGrad*"]
+    assert (accuracy[:4], accuracy[-1], variance[:3], variance[-1]) == ("+3.0", "*", "-0.", "*")
+    assert not any("*" in cell for cell in cells["FairLoss"])
+
+
+def test_the_corrected_variance_leaves_out_what_the_test_sets_add() -> None:
+    one = np.array([[0.5, 0.7, 0.9]])
+    over = OverPairs.of({"FedAvg": {0: Window(one, np.full(3, 101), "p")}}, draws=10)
+    noise = np.mean(one * (1 - one)) / 100
+    assert over.mean("corrected", "FedAvg") == pytest.approx(0.04 - noise)
