@@ -1,7 +1,7 @@
 """Compiled steps = the plain loop, for models of standard layers; a failure only warns.
 
-The graphs are recorded as on a GPU and run as they are, or by torch's backend "eager", which compiles
-nothing and takes seconds to do so: what the compiler makes of them is tested on a GPU
+The graphs are recorded as on a GPU and run as they are, or by torch's backend "eager", which
+compiles nothing and takes seconds to do so: what the compiler makes of them is tested on a GPU
 (`benchmarks/gpu_check.py --compiled`).
 """
 
@@ -178,7 +178,7 @@ def test_what_does_not_compile_is_computed_without(monkeypatch: pytest.MonkeyPat
 
 
 def test_engines_that_compile_nothing_are_refused() -> None:
-    with pytest.raises(BadInput, match='engine="reference" compiles nothing; with compile=True'):
+    with pytest.raises(BadInput, match='engine="reference" compiles nothing; use "auto" with'):
         fv.train(network("MobileNetV2"), federation(), fv.FedAvg(), 1, engine="reference",
                  compile=True)  # fmt: skip
 

@@ -130,7 +130,7 @@ def train(
     chunk: clients per vectorised call, by default what fits in memory; results do not change.
     precision: "tf32" or "bfloat16" rounds the inputs of products in training to gain speed.
     capture: record a round once as a CUDA graph and repeat it; by default on CUDA.
-    compile: compile the local steps, which takes minutes; "auto" does so on CUDA for models with
+    compile: compile the clients' steps, which takes minutes; "auto" does so on CUDA for models with
     depthwise convolutions where several local steps of all rounds save more than that.
     state: continue from here: an earlier history with the same method, or its `state`.
     progress: True shows a bar on stderr; a function is called with (rounds done, rounds in all).
@@ -305,7 +305,8 @@ def prepare(
 
 def wants_compiling(settings: TrainSettings, run: Run) -> bool:
     """By default where it was measured to pay: several local steps without curvature, and enough of
-    them, of models with depthwise convolutions. (Epochs of avgcnn take longer compiled: groups of clients waste steps.)"""
+    them, of models with depthwise convolutions. (Epochs of avgcnn take longer compiled: groups of
+    clients waste steps. One step from shared parameters was not measured on a GPU.)"""
     if settings.compile != "auto":
         return settings.compile
     schedule = run.schedule
@@ -319,7 +320,7 @@ def wants_compiling(settings: TrainSettings, run: Run) -> bool:
 def _compiles_nothing(engine: str, path: str) -> None:
     """Refuse `compile = True` beside an engine that has nothing to compile, or warn of it."""
     if engine != "auto":
-        raise BadInput(f'engine="{engine}" compiles nothing; with compile=True use "auto"')  # fmt: skip
+        raise BadInput(f'engine="{engine}" compiles nothing; use "auto" with compile=True')
     warnings.warn(f"compile=True changes nothing: this run takes the {path} path", stacklevel=3)
 
 

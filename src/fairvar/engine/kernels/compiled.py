@@ -6,7 +6,7 @@ plain operations as well (`models/plain.py`), which the compiler fuses.
 
 Compiling takes minutes for each shape. So there are two: a group of clients, with a mask of real
 samples and without one. (Masks in batch norm make a step of MobileNetV2 a fifth slower.) A round
-consists of as many calls as its active clients fill groups, and the last group is filled with zeros.
+consists of as many calls as its active clients fill groups; zeros fill the last group.
 
 `FAIRVAR_COMPILED=FILE` keeps what the compiler made in a file, for later processes and for other
 machines with the same GPU and torch: compiling then takes a fraction of the time. The file holds
