@@ -9,8 +9,8 @@ Images of noise in the paper's sizes, split by Dirichlet 0.1. Prints, for each r
 seconds of the first rounds (compiling and recording) and the median of later rounds; with --table
 also the median over the turns of the ratio to the first version. Forms: "first" (the checkout of
 --first), "plain" (compile=False), "compiled" (compile=True) and for one step "own" (compile=True,
-engine="vmapped": every client has a copy of the parameters, which "compiled" shares). Each form of a row has a process of
-its own, and only one of them computes at a time. The learning rate is next to nothing, because
+engine="vmapped": every client has a copy of the parameters, which "compiled" shares). Each form of
+a row has a process of its own, and only one of them computes at a time. The learning rate is next to nothing, because
 small last batches make runs on noise diverge (small_batches.py). What was compiled is kept in the
 file of --cache (FAIRVAR_COMPILED).
 """
@@ -267,7 +267,8 @@ def main() -> int:
     forms = given.forms.split(",") if given.forms else list(FORMS)
     forms = [form for form in forms if form != "first" or given.first]
     turns = given.turns or (3 if given.table else 1)
-    return 0 if all([measure(given, row, _forms(row, forms), turns) for row in rows]) else 1
+    fine = [measure(given, row, _forms(row, forms), turns) for row in rows]
+    return 0 if all(fine) else 1
 
 
 def _forms(row: Row, forms: list[str]) -> list[str]:
