@@ -5,9 +5,9 @@
 
 The commands of a part run at the same time, because compiling takes processors and not the GPU;
 `heavy_rounds.py` keeps their timings apart by a lock. (With --smoke they run one after another.)
-Every command writes FOLDER/<name>.txt; what was compiled is kept in FOLDER/<name>.cache. What is not
-ready in time is stopped: its file has the lines until then. With the same FOLDER another machine
-compiles nothing again.
+Every command writes FOLDER/<name>.txt; what was compiled is kept in FOLDER/<name>.cache. What is
+not ready in time is stopped: its file has the lines until then. With the same FOLDER another
+machine compiles nothing again.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ seconds of the first rounds (compiling and recording) and the median of later ro
 also the median over the turns of the ratio to the first version. Forms: "first" (the checkout of
 --first), "plain" (compile=False), "compiled" (compile=True) and for one step "own" (compile=True,
 engine="vmapped": every client has a copy of the parameters, which "compiled" shares). Each form of
-a row has a process of its own, and only one of them computes at a time. The learning rate is next to nothing, because
-small last batches make runs on noise diverge (small_batches.py). What was compiled is kept in the
-file of --cache (FAIRVAR_COMPILED).
+a row has a process of its own, and only one of them computes at a time. The learning rate is next
+to nothing, because small last batches make runs on noise diverge (small_batches.py). What was
+compiled is kept in the file of --cache (FAIRVAR_COMPILED).
 """
 
 from __future__ import annotations

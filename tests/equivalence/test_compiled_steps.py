@@ -43,9 +43,8 @@ def network(kind: str) -> nn.Module:
     if kind == "MobileNetV2":
         blocks = [nn.Conv2d(3, 4, 3, 2, 1), Bottleneck(4, 4, 1, 2), Bottleneck(4, 6, 2, 2)]
         return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4))
-    group = kind.endswith("group norm")
-    blocks = [Residual(3, 4, group), Residual(4, 6, group)]
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4))
+    block = Residual(3, 6, group=kind.endswith("group norm"))
+    return nn.Sequential(block, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4))
 
 
 def small_network() -> nn.Module:
