@@ -50,8 +50,11 @@ WORK = {
 
 
 def worst_difference(a: fv.History, b: fv.History) -> float:
-    """Of parameters, losses and weights, relative to the largest entry of each."""
-    pairs = [(a.state.params[k].cpu(), b.state.params[k].cpu()) for k in b.state.params]
+    """Of parameters, losses and weights, relative to the largest entry of each. All parameters
+    together: those of which the gradient is zero in theory (biases before a batch norm) hold
+    nothing but rounding errors."""
+    whole = [torch.cat([p.cpu().flatten() for p in h.state.params.values()]) for h in (a, b)]
+    pairs = [(whole[0], whole[1])]
     pairs += [(a.loss, b.loss), (a.weights, b.weights)]
     pairs += [(a.evaluated_loss[k], b.evaluated_loss[k]) for k in b.evaluated_loss]
     gaps = [float((x - y).abs().nan_to_num().max() / y.abs().nan_to_num().max()) for x, y in pairs]
