@@ -1,9 +1,10 @@
-"""Every method on the GPU, against the plain loop on the CPU; and two paths of one step, timed.
+"""Every method on the GPU, against the plain loop on the CPU; and paths of one step, timed.
 
     python benchmarks/gpu_check.py                  # equality: worst relative difference in float64
-    python benchmarks/gpu_check.py --compiled       # compiled local steps of ragged epochs
+    python benchmarks/gpu_check.py --compiled       # compiled steps: one, and ragged epochs
     python benchmarks/gpu_check.py --grid           # runs of a sweep in one matrix product
     python benchmarks/gpu_check.py --paths          # `blocked` against `vmapped`: ms per round
+    python benchmarks/gpu_check.py --curvature      # FairGrad against a plain step, in every path
 
 CI has no GPU. This runs on the device what the equivalence tests run on a CPU: methods x models x
 local work, full and partial participation, rounds recorded as CUDA graphs.
@@ -49,8 +50,11 @@ WORK = {
 
 
 def worst_difference(a: fv.History, b: fv.History) -> float:
-    """Of parameters, losses and weights, relative to the largest entry of each."""
-    pairs = [(a.state.params[k].cpu(), b.state.params[k].cpu()) for k in b.state.params]
+    """Of parameters, losses and weights, relative to the largest entry of each. All parameters
+    together: those of which the gradient is zero in theory (biases before a batch norm) hold
+    nothing but rounding errors."""
+    whole = [torch.cat([p.cpu().flatten() for p in h.state.params.values()]) for h in (a, b)]
+    pairs = [(whole[0], whole[1])]
     pairs += [(a.loss, b.loss), (a.weights, b.weights)]
     pairs += [(a.evaluated_loss[k], b.evaluated_loss[k]) for k in b.evaluated_loss]
     gaps = [float((x - y).abs().nan_to_num().max() / y.abs().nan_to_num().max()) for x, y in pairs]
@@ -77,8 +81,9 @@ def check(device: str) -> int:
 
 
 def check_compiled(device: str, backend: str) -> int:
-    """`compile=True` against the plain loop on the CPU: a small MobileNetV2 and a CNN with batch
-    norm, clients of different sizes, with padded last batches (masks in batch norm) and without."""
+    """`compile=True` against the plain loop on the CPU: a small MobileNetV2, and with curvature a
+    CNN with batch norm. Clients of different sizes: one step (pooled or blocked) and epochs, with
+    padded batches (masks in batch norm) and without."""
     from fairvar.engine.kernels import compiled
     from fairvar.models.zoo import Bottleneck
 
@@ -96,12 +101,18 @@ def check_compiled(device: str, backend: str) -> int:
     }
     fed = federation([9, 4, 6], (3, 8, 8), 4)
     worst, failed = 0.0, 0
-    work = {"ragged epoch": {}, "drop_last": {"drop_last": True}}
+    work = {
+        "one step": {"batch_size": 4},
+        "one padded step": {"batch_size": 8},
+        "ragged epoch": {"batch_size": 4, "local_epochs": 1},
+        "drop_last": {"batch_size": 4, "local_epochs": 1, "drop_last": True},
+    }
     for (kind, model), (name, options) in itertools.product(models.items(), work.items()):
         row = []
-        for label in ("FedAvg", "q-FFL", "FairGrad"):
-            common = dict(rounds=2, lr=0.05, dtype=torch.float64, batch_size=4, local_epochs=1,
-                          evaluate_every=2, evaluate_splits=("train",), **options)  # fmt: skip
+        labels = ("FedAvg", "FairLoss*", "q-FFL", "FairGrad") if kind == "depthwise" else ()
+        for label in labels or ("FairGrad",):
+            common = dict(rounds=2, lr=0.05, dtype=torch.float64, evaluate_every=2,
+                          evaluate_splits=("train",), **options)  # fmt: skip
             compiled.forget()
             want = fv.train(model, fed, METHODS_HERE[label], engine="reference", **common)
             got = fv.train(model, fed, METHODS_HERE[label], device=device, compile=True, **common)
@@ -162,21 +173,56 @@ def paths(device: str) -> int:
         for name in ("q-FFL", "FairGrad", "FairGrad*"):
             found: dict[str, list[float]] = {"blocked": [], "vmapped": []}
             for _, engine in itertools.product(range(3), found):
-                marks: list[float] = []
-
-                def mark(done: int, total: int, marks: list[float] = marks) -> None:
-                    if device == "cuda":
-                        torch.cuda.synchronize()
-                    marks.append(time.perf_counter())
-
-                fv.train(model, fed, METHODS_HERE[name], rounds=12, lr=0.001, device=device,
-                         precision="tf32" if device == "cuda" else "full", engine=engine,
-                         evaluate_every=1000, progress=mark)  # fmt: skip
-                gaps = [1000 * (b - a) for a, b in itertools.pairwise(marks)]
-                found[engine].append(statistics.median(gaps[4:-1]))
+                found[engine].append(round_ms(model, fed, METHODS_HERE[name], device, 12, engine))
             row = {k: round(min(v), 2) for k, v in found.items()}
             kind = "even" if len(set(samples)) == 1 else "ragged"
             print(f"{model:13} {kind:7} {name:10} {json.dumps(row)}", flush=True)
+    return 0
+
+
+def round_ms(
+    model: str, fed: fv.Federation, method: fv.Method, device: str, rounds: int, engine: str,
+    **options: object,
+) -> float:  # fmt: skip
+    """The median of later rounds. On a CPU the processor time of one thread."""
+    marks: list[float] = []
+    cuda = device == "cuda"
+
+    def mark(done: int, total: int) -> None:
+        if cuda:
+            torch.cuda.synchronize()
+        marks.append(time.perf_counter() if cuda else time.process_time())
+
+    fv.train(model, fed, method, rounds=rounds, lr=1e-6, device=device, engine=engine,
+             precision="tf32" if cuda else "full", evaluate_every=1000, evaluate_local=False,
+             evaluate_splits=("train",), progress=mark, **options)  # fmt: skip
+    gaps = [1000 * (b - a) for a, b in itertools.pairwise(marks)]
+    return statistics.median(gaps[rounds // 3 : -1])
+
+
+def curvature(device: str) -> int:
+    """One step of MobileNetV2 in every path, in alternating turns: milliseconds per round, and how
+    many times those of FedAvg in the same path and of FedAvg in its fastest one ("pooled")."""
+    cuda = device == "cuda"
+    clients, images, turns = (20, 32, 2) if cuda else (4, 8, 3)
+    torch.set_num_threads(1)
+    fed = federation([images] * clients, (3, 32, 32), 100)
+    steps = [("pooled", "FedAvg")]
+    steps += itertools.product(("blocked", "vmapped", "reference"), ("FedAvg", "FairGrad"))
+    steps += [("blocked", "FairGrad*")]
+    found: dict[tuple[str, str], list[float]] = {step: [] for step in steps}
+    for _, (engine, name) in itertools.product(range(turns), steps):
+        found[engine, name].append(
+            round_ms("mobilenet_v2", fed, METHODS_HERE[name], device, 8, engine)
+        )
+    print(f"MobileNetV2, {clients} clients × {images} images of 32×32; torch {torch.__version__}")
+    for (engine, name), times in found.items():
+        ratios = [
+            statistics.median(a / b for a, b in zip(times, found[plain, "FedAvg"], strict=True))
+            for plain in (engine, "pooled")
+        ]
+        print(f"{engine:10} {name:10} {statistics.median(times):8.1f} ms, {ratios[0]:.2f} times "
+              f"FedAvg in this path, {ratios[1]:.2f} times pooled", flush=True)  # fmt: skip
     return 0
 
 
@@ -185,10 +231,11 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--paths", action="store_true")
     parser.add_argument("--grid", action="store_true")
+    parser.add_argument("--curvature", action="store_true")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--backend", default="", help="with --compiled; eager compiles nothing")
     given = parser.parse_args()
     if given.compiled:
         sys.exit(check_compiled(given.device, given.backend))
-    work = paths if given.paths else check_grid if given.grid else check
-    sys.exit(work(given.device))
+    kinds = [(given.paths, paths), (given.grid, check_grid), (given.curvature, curvature)]
+    sys.exit(next((work for wanted, work in kinds if wanted), check)(given.device))

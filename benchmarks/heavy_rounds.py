@@ -1,17 +1,18 @@
 """Rounds of heavy models on a GPU: the first version and this one in turns, with the goals.
 
-    git worktree add ../first efd871c                    # the first version, for example
-    python benchmarks/heavy_rounds.py --table --first ../first            # every row of the table
+    mkdir first; git archive efd871c src | tar -x -C first         # the first version, for example
+    python benchmarks/heavy_rounds.py --table --first first               # every row of the table
     python benchmarks/heavy_rounds.py --case mobilenet32 --methods fedavg,qffl --work step,epoch
-    python benchmarks/heavy_rounds.py --table --first ../first --smoke    # tiny, on a CPU
+    python benchmarks/heavy_rounds.py --table --first first --smoke --backend eager       # on a CPU
 
 Images of noise in the paper's sizes, split by Dirichlet 0.1. Prints, for each row and form, the
 seconds of the first rounds (compiling and recording) and the median of later rounds; with --table
 also the median over the turns of the ratio to the first version. Forms: "first" (the checkout of
---first), "plain" (compile=False) and "compiled" (compile=True). Each form of a row has a process of
-its own, and only one of them computes at a time. The learning rate is next to nothing, because
-small last batches make runs on noise diverge (small_batches.py). What was compiled is kept in the
-file of --cache (FAIRVAR_COMPILED).
+--first), "plain" (compile=False), "compiled" (compile=True) and for one step "own" (compile=True,
+engine="vmapped": every client has a copy of the parameters, which "compiled" shares). Each form of
+a row has a process of its own, and only one of them computes at a time. The learning rate is next
+to nothing, because small last batches make runs on noise diverge (small_batches.py). What was
+compiled is kept in the file of --cache (FAIRVAR_COMPILED).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-FORMS = ("first", "plain", "compiled")
+FORMS = ("first", "plain", "compiled", "own")
 # model, image size, classes, clients, batch size, images in all
 CASES = {
     "mobilenet32": ("mobilenet_v2", 32, 100, 100, 32, 24_000),
@@ -109,7 +110,8 @@ class Timed:
         if given.form != "first":
             from fairvar.engine.kernels import compiled
 
-            self.options["compile"] = given.form == "compiled"
+            self.options["compile"] = given.form in ("compiled", "own")
+            self.options["engine"] = "vmapped" if given.form == "own" else "auto"
             compiled.MOST_TOGETHER = given.group or compiled.MOST_TOGETHER
             if given.backend:
                 compiled.BACKEND = given.backend
@@ -234,7 +236,7 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="all rows with goals, in turns")
     parser.add_argument("--first", default="", help="folder of a checkout of the first version")
     parser.add_argument("--turns", type=int, default=0, help="3 with --table, otherwise 1")
-    parser.add_argument("--case", default="mobilenet32", choices=list(CASES))
+    parser.add_argument("--case", default="", help=f"one of {', '.join(CASES)}")
     parser.add_argument("--methods", default="")
     parser.add_argument("--work", default="")
     parser.add_argument("--rounds", type=int, default=14)
@@ -256,18 +258,24 @@ def main() -> int:
         return 0
     works = given.work.split(",") if given.work else ["step", "epoch"]
     methods = given.methods.split(",") if given.methods else ["fedavg", "qffl"]
-    rows = [Row(given.case, work, method, 0) for work in works for method in methods]
+    case = given.case or "mobilenet32"
+    rows = [Row(case, work, method, 0) for work in works for method in methods]
     if given.table:
-        rows = [row for row in TABLE if (not given.work or row.work in works)
+        rows = [row for row in TABLE if given.case in ("", row.case)
+                and (not given.work or row.work in works)
                 and (not given.methods or row.method in methods)]  # fmt: skip
     forms = given.forms.split(",") if given.forms else list(FORMS)
     forms = [form for form in forms if form != "first" or given.first]
     turns = given.turns or (3 if given.table else 1)
-    fine = [
-        measure(given, row, [f for f in forms if row.case != "multinomial" or f != "compiled"],
-                turns) for row in rows
-    ]  # fmt: skip
+    fine = [measure(given, row, _forms(row, forms), turns) for row in rows]
     return 0 if all(fine) else 1
+
+
+def _forms(row: Row, forms: list[str]) -> list[str]:
+    """Linear models are not compiled, and epochs always start from copies."""
+    left_out = {"compiled", "own"} if row.case == "multinomial" else set()
+    left_out |= {"own"} if row.work == "epoch" else set()
+    return [form for form in forms if form not in left_out]
 
 
 if __name__ == "__main__":

@@ -68,11 +68,11 @@ def run(strength: float, drop_last: bool, rounds: int, lr: float) -> fv.History:
     )  # fmt: skip
 
 
-def runs(rounds: int, lr: float, strengths: list[float]) -> None:
+def runs(rounds: int, lr: float, strengths: list[float], ways: tuple[bool, ...]) -> None:
     print(f"clients of {SIZES} images of 32×32, batches of {BATCH}, lr {lr:g}, float64, reference "
           f"loop; torch {torch.__version__}")  # fmt: skip
     for strength in strengths:
-        for drop_last in (False, True):
+        for drop_last in ways:
             started = time.process_time()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the table says which runs diverge
@@ -89,10 +89,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=0, help="of the runs; 0: derivatives only")
     parser.add_argument("--strengths", type=float, nargs="+", default=STRENGTHS)
     parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--drop-last", action="store_true", help="only runs with whole batches")
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.rounds:
-        runs(given.rounds, given.lr, given.strengths)
+        ways = (True,) if given.drop_last else (False, True)
+        runs(given.rounds, given.lr, given.strengths, ways)
     else:
         derivatives()
 

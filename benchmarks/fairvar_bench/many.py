@@ -17,6 +17,7 @@ import torch
 
 import fairvar as fv
 from fairvar.common.process import peak_bytes
+from fairvar.data.builtin import MOST_CLIENTS, logistic
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.train import run_rounds
 from fairvar_bench.cases import METHODS
@@ -28,7 +29,8 @@ SHOWN = ("fedavg", "afl", "fairgrad")
 
 
 def measure(clients: int) -> dict[str, Any]:
-    """CPU seconds of one thread, here and now: building, a round, an evaluation of all clients."""
+    """CPU seconds of one thread, here and now: building, a round, an evaluation of all clients, and
+    at last a synthetic federation of as many clients."""
     torch.set_num_threads(1)
     draw = np.random.default_rng(0)
     x = draw.standard_normal((clients, SAMPLES, FEATURES), dtype=np.float32)
@@ -52,6 +54,10 @@ def measure(clients: int) -> dict[str, Any]:
         found[name] = 1e3 * float(np.median(each[FIRST:-1]))
         found["evaluation_s"] = float(each[-1])
     found["peak_mb"] = (peak_bytes() or 0) / 1e6
+    if clients <= MOST_CLIENTS:
+        start = time.process_time()
+        logistic(clients, FEATURES, SAMPLES, classes=CLASSES)
+        found["synthetic_s"] = time.process_time() - start
     return found
 
 
@@ -72,11 +78,16 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
     methods = " / ".join(METHODS[name].label for name in SHOWN)
     return [
         f"| clients in all | CPU ms per round: {methods} | evaluation of all, s | from_arrays, s "
-        "| peak MB |",
-        "|---|---|---|---|---|",
+        "| peak MB | logistic, s |",
+        "|---|---|---|---|---|---|",
         *(
             f"| {row['clients']:,} | {' / '.join(f'{row[name]:.1f}' for name in SHOWN)} "
-            f"| {row['evaluation_s']:.2f} | {row['build_s']:.2f} | {row['peak_mb']:,.0f} |"
+            f"| {row['evaluation_s']:.2f} | {row['build_s']:.2f} | {row['peak_mb']:,.0f} "
+            f"| {_seconds(row.get('synthetic_s'))} |"
             for row in rows
         ),
     ]
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"

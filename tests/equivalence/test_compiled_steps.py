@@ -1,7 +1,8 @@
-"""Compiled local steps = the plain loop, for models of standard layers; a failure only warns.
+"""Compiled steps = the plain loop, for models of standard layers; a failure only warns.
 
-The graphs are recorded as on a GPU and run by the backend "eager", which compiles nothing: what the
-compiler makes of them is tested there (`benchmarks/heavy_gpu.py`).
+The graphs are recorded as on a GPU and run as they are, or by torch's backend "eager", which
+compiles nothing and takes seconds to do so: what the compiler makes of them is tested on a GPU
+(`benchmarks/gpu_check.py --compiled`).
 """
 
 from __future__ import annotations
@@ -42,9 +43,8 @@ def network(kind: str) -> nn.Module:
     if kind == "MobileNetV2":
         blocks = [nn.Conv2d(3, 4, 3, 2, 1), Bottleneck(4, 4, 1, 2), Bottleneck(4, 6, 2, 2)]
         return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4))
-    group = kind.endswith("group norm")
-    blocks = [Residual(3, 4, group), Residual(4, 6, group)]
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4))
+    block = Residual(3, 6, group=kind.endswith("group norm"))
+    return nn.Sequential(block, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4))
 
 
 def small_network() -> nn.Module:
@@ -63,9 +63,13 @@ OPTIONS: dict = {
 }  # fmt: skip
 
 
+COMPILE = torch.compile
+
+
 @pytest.fixture(autouse=True)
 def _recorded_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
     compiled.forget()
     yield
     compiled.forget()
@@ -82,6 +86,52 @@ def test_ragged_epochs(kind: str, method: fv.Method) -> None:
     assert max(distance(found, expected).values()) <= 1e-10
 
 
+# -- one step from shared parameters ---------------------------------------------------------------
+def depthwise_network(group: bool) -> nn.Module:
+    torch.manual_seed(0)
+    norm = nn.GroupNorm(2, 4) if group else nn.BatchNorm2d(4)
+    layers = [nn.Conv2d(3, 4, 1), norm, nn.ReLU6(), nn.Conv2d(4, 4, 3, 2, 1, groups=4)]
+    return nn.Sequential(*layers, nn.Dropout(0.2), nn.Flatten(), nn.Linear(64, 4))
+
+
+ONE_STEP = {**OPTIONS, "batch_size": 8, "local_epochs": None, "rounds": 3}
+SHARED: list[tuple[str, fv.Method]] = [
+    ("pooled", fv.FedAvg()),
+    ("pooled", fv.FairLoss(0.1, exact=True)),  # sums of gradients after the losses
+    ("blocked", fv.QFFL(1.0)),
+    ("blocked", fv.FairGrad(0.01)),
+]
+
+
+@pytest.mark.parametrize("group", [False, True], ids=["batch norm", "group norm"])
+@pytest.mark.parametrize(("form", "method"), SHARED, ids=lambda v: getattr(v, "label", v))
+def test_one_step(
+    form: str, method: fv.Method, group: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded batches, in groups of two clients, the last of which is filled with zeros."""
+    monkeypatch.setattr(compiled, "MOST_TOGETHER", 2)
+    data, net = federation(), depthwise_network(group)
+    expected = fv.train(net, data, method, engine="reference", **ONE_STEP)
+    found = fv.train(net, data, method, compile=True, **ONE_STEP)
+    assert found.provenance["engine"] == form
+    assert compiled._COMPILED
+    assert None not in compiled._COMPILED.values()
+    assert max(distance(found, expected).values()) <= 1e-10
+
+
+@pytest.mark.parametrize(("form", "method"), SHARED[1:], ids=lambda v: getattr(v, "label", v))
+def test_one_step_that_does_not_compile(
+    form: str, method: fv.Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "_compile", lambda *_: None)
+    data, net = federation(), depthwise_network(False)
+    expected = fv.train(net, data, method, engine="reference", **ONE_STEP)
+    found = fv.train(net, data, method, compile=True, **ONE_STEP)
+    assert compiled._FAILED
+    assert max(distance(found, expected).values()) <= 1e-10
+
+
+# -- rules and failures ----------------------------------------------------------------------------
 def test_proximal_term_momentum_and_weight_decay() -> None:
     more = {**OPTIONS, "momentum": 0.7, "weight_decay": 0.1}
     data, net, method = federation(), network("MobileNetV2"), fv.FedProx(1.5)
@@ -92,7 +142,9 @@ def test_proximal_term_momentum_and_weight_decay() -> None:
     assert max(distance(found, expected).values()) <= 1e-10
 
 
-def test_whole_batches_need_one_graph() -> None:
+def test_whole_batches_need_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which torch.compile takes as one graph."""
+    monkeypatch.setattr(torch, "compile", COMPILE)
     more = {**OPTIONS, "drop_last": True}
     data, net = federation(), network("MobileNetV2")
     expected = fv.train(net, data, fv.FedAvg(), engine="reference", **more)
@@ -124,10 +176,10 @@ def test_what_does_not_compile_is_computed_without(monkeypatch: pytest.MonkeyPat
     assert max(distance(found, expected).values()) <= 1e-10
 
 
-@pytest.mark.parametrize("engine", ["reference", "blocked", "pooled"])
-def test_engines_that_compile_nothing_are_refused(engine: str) -> None:
-    with pytest.raises(BadInput, match=f'engine="{engine}" compiles nothing; with compile=True'):
-        fv.train(network("MobileNetV2"), federation(), fv.FedAvg(), 1, engine=engine, compile=True)
+def test_engines_that_compile_nothing_are_refused() -> None:
+    with pytest.raises(BadInput, match='engine="reference" compiles nothing; use "auto" with'):
+        fv.train(network("MobileNetV2"), federation(), fv.FedAvg(), 1, engine="reference",
+                 compile=True)  # fmt: skip
 
 
 def test_linear_models_say_that_nothing_is_compiled() -> None:

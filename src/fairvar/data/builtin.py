@@ -185,36 +185,37 @@ def logistic(
 def _logistic(
     ids: range, seed: int, shape: tuple[int, int, int], heterogeneity: float
 ) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Inputs, labels and sizes of some clients. Each draws from a stream of its own, one by one;
-    the rest is computed for all of them."""
+    """Inputs, labels and sizes of some clients. Each draws from a stream of its own, one by one,
+    into common arrays; the rest is computed for all of them."""
     dim, samples, classes = shape
     held_out = samples // 2
-    drawn: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {part: [] for part in SPLITS}
+    most = {part: samples + held_out if part == "train" else held_out for part in SPLITS}
+    inputs = {part: np.empty((len(ids) * rows, dim)) for part, rows in most.items()}
+    uniform = {part: np.empty((len(ids) * rows, classes)) for part, rows in most.items()}
+    sizes = {part: np.full(len(ids), held_out) for part in SPLITS}
     shift = np.empty((len(ids), 1 + classes, dim))  # of the inputs, and of the concept
+    end = dict.fromkeys(SPLITS, 0)
     for row, i in enumerate(ids):
         draw = rng.stream(seed, "logistic", i)
-        count = int(draw.integers(samples - held_out, samples + held_out + 1))
-        shift[row] = draw.standard_normal((1 + classes, dim))
+        count = sizes["train"][row] = int(draw.integers(samples - held_out, samples + held_out + 1))
+        draw.standard_normal(out=shift[row])
         for part in SPLITS:
-            gaussian = draw.standard_normal((count, dim))
-            drawn[part].append((gaussian, draw.gumbel(size=(count, classes))))
+            start, end[part] = end[part], end[part] + count
+            draw.standard_normal(out=inputs[part][start : end[part]])
+            draw.random(out=uniform[part][start : end[part]])
             count = held_out
     shift = heterogeneity * shift / np.sqrt(dim)
     common = rng.stream(seed, "logistic", "common").standard_normal((classes, dim))
-    found = {}
-    for part, pairs in drawn.items():
-        x, gumbel = (np.concatenate(column) for column in zip(*pairs, strict=True))
-        counts = np.array([len(gaussian) for gaussian, _ in pairs])
+    weight, found = (common + shift[:, 1:]).transpose(0, 2, 1), {}
+    for part, counts in sizes.items():
+        x, u = inputs[part][: end[part]], uniform[part][: end[part]]
         x += np.repeat(shift[:, 0], counts, axis=0)
-        of = np.repeat(counts, counts)
-        for count in np.unique(counts):  # clients of one size in one product
-            some, weight = (
-                x[of == count].reshape(-1, count, dim),
-                common + shift[counts == count, 1:],
-            )
-            gumbel[of == count] += (some @ weight.transpose(0, 2, 1)).reshape(-1, classes)
         # Labels from the softmax law by the Gumbel trick: no sums that can over- or underflow.
-        found[part] = x, np.argmax(gumbel, axis=1), counts
+        score, of = -np.log(-np.log(1 - u)), np.repeat(counts, counts)
+        for count in np.unique(counts):  # clients of one size in one product
+            some = x[of == count].reshape(-1, count, dim)
+            score[of == count] += (some @ weight[counts == count]).reshape(-1, classes)
+        found[part] = x, np.argmax(score, axis=1), counts
     return found
 
 

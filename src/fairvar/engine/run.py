@@ -50,7 +50,7 @@ class Run:
     share: Float64[Tensor, " m"]  # of all clients, or of those in `drawn`
     ids: Int64[Tensor, " m"]
     optimiser: ServerOptimiser = PLAIN  # of the server
-    compiles: bool = False  # local steps are compiled
+    compiles: str = ""  # the form whose steps are compiled, such as "vmapped"
     kind: object = None  # equal for runs whose rounds consist of the same operations
     drawn: Cohort | None = None  # the participants of a round; None: all clients
 

@@ -79,7 +79,7 @@ class TrainSettings(Checked, frozen=True, kw_only=True):
     engine: Literal["auto", "reference", "pooled", "blocked", "vmapped", "linear"] = "auto"
     chunk: Count | None = None
     capture: bool | None = None  # record rounds as CUDA graphs; by default wherever possible
-    compile: Literal["auto"] | bool = "auto"  # compile local steps; "auto": where it pays
+    compile: Literal["auto"] | bool = "auto"  # compile clients' steps; "auto": where it pays
     threads: Threads = 1  # per run; the last bits may depend on it
 
     def check(self) -> None:

@@ -125,7 +125,7 @@ def train(
     chunk: clients per vectorised call, by default what fits in memory; results do not change.
     precision: "tf32" or "bfloat16" rounds the inputs of products in training to gain speed.
     capture: record a round once as a CUDA graph and repeat it; by default on CUDA.
-    compile: compile the local steps, which takes minutes; "auto" does so on CUDA for models with
+    compile: compile the clients' steps, which takes minutes; "auto" does so on CUDA for models with
     depthwise convolutions where several local steps of all rounds save more than that.
     state: continue from here: an earlier history with the same method, or its `state`.
     progress: True shows a bar on stderr; a function is called with (rounds done, rounds in all).
@@ -292,20 +292,18 @@ def prepare(
     run = _make_run(task, data, method, settings)
     path = choose_path(replace(run, method=method.shared), settings.engine)
     if path in ("pooled", "blocked", "vmapped") and wants_compiling(settings, run):
-        run, path = replace(run, compiles=True), "vmapped"
+        run = replace(run, compiles=path)
     elif settings.compile is True and not alone:
         _compiles_nothing(settings.engine, path)
     return Prepared(run, path, path != "reference" and wants_capture(settings, run))
 
 
 def wants_compiling(settings: TrainSettings, run: Run) -> bool:
-    """Only the paths "auto" and "vmapped" are compiled. By default where it was measured to pay:
-    several local steps without curvature, and enough of them, of models with depthwise
-    convolutions. (Epochs of avgcnn take longer compiled: groups of clients waste steps.)"""
-    if settings.compile is False or settings.engine not in ("auto", "vmapped"):
-        return False
-    if settings.compile is True:
-        return True
+    """By default where it was measured to pay: several local steps without curvature, and enough of
+    them, of models with depthwise convolutions. (Epochs of avgcnn take longer compiled: groups of
+    clients waste steps. One step from shared parameters was not measured on a GPU.)"""
+    if settings.compile != "auto":
+        return settings.compile
     schedule = run.schedule
     work = zip(schedule.steps, schedule.lengths, strict=True)
     samples = sum(steps * length for steps, length in work) * run.participation.number
@@ -317,8 +315,7 @@ def wants_compiling(settings: TrainSettings, run: Run) -> bool:
 def _compiles_nothing(engine: str, path: str) -> None:
     """Refuse `compile = True` with an engine that has nothing to compile, or warn of it."""
     if engine != "auto":
-        raise BadInput(f'engine="{engine}" compiles nothing; with compile=True give "vmapped" or '
-                       '"auto"')  # fmt: skip
+        raise BadInput(f'engine="{engine}" compiles nothing; use "auto" with compile=True')
     warnings.warn(f"compile=True changes nothing: this run takes the {path} path", stacklevel=3)
 
 

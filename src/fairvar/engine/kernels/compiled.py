@@ -1,13 +1,12 @@
-"""Local steps of many clients as one compiled graph, for heavy models on a GPU.
+"""Steps of many clients as one compiled graph, for heavy models on a GPU.
 
-`make_fx` traces the vmapped step, with its derivatives, into plain tensor operations, and
+`make_fx` traces the vectorised step, with its derivatives, into plain tensor operations, and
 `torch.compile` compiles the traced graph, which has no functorch transforms. The layers are in
 plain operations as well (`models/plain.py`), which the compiler fuses.
 
-Compiling takes minutes for each shape. So there are two: a group of clients with parameters of
-their own, with a mask of real samples and without one. (Masks in batch norm make a step of
-MobileNetV2 a fifth slower.) A round consists of as many calls as its active clients fill groups,
-and the last group repeats a client.
+Compiling takes minutes for each shape. So there are two: a group of clients, with a mask of real
+samples and without one. (Masks in batch norm make a step of MobileNetV2 a fifth slower.) A round
+consists of as many calls as its active clients fill groups; zeros fill the last group.
 
 `FAIRVAR_COMPILED=FILE` keeps what the compiler made in a file, for later processes and for other
 machines with the same GPU and torch: compiling then takes a fraction of the time. The file holds
@@ -58,9 +57,10 @@ def repays(rounds: int, samples: int, activations: int) -> bool:
     return SAVED * rounds * samples * activations > PRICE
 
 
-def group_width(clients: int) -> int:
+def group_width(clients: int, most: int | None = None) -> int:
     """Clients per call: the calls of a full round are of one size."""
-    return math.ceil(clients / math.ceil(clients / MOST_TOGETHER))
+    most = MOST_TOGETHER if most is None else max(1, min(most, MOST_TOGETHER))
+    return math.ceil(clients / math.ceil(clients / most))
 
 
 @contextmanager
@@ -95,26 +95,45 @@ def with_compiling(report: Report, done: int, total: int) -> Iterator[Report]:
 
 def of_group(
     key: object, step: Callable[..., Any], width: int, stacked: Any, shared: Any
-) -> Any | None:
+) -> tuple[Any, Any] | None:
     """`step(stacked, shared)` compiled, for at most `width` clients along the first axis of
-    `stacked`; None if it does not compile. `key` says what it computes, apart from shapes."""
+    `stacked`; None if it does not compile. `key` says what it computes, apart from shapes. A step
+    returns results of every client, and sums over them to which zeros contribute nothing."""
     clients = len(pytree.tree_leaves(stacked)[0])
     found = _call(key, step, pytree.tree_map(lambda leaf: _filled(leaf, width), stacked), shared)
     if found is None or clients == width:
         return found
-    return pytree.tree_map(lambda leaf: leaf[:clients], found)
+    each, sums = found
+    return pytree.tree_map(lambda leaf: leaf[:clients], each), sums
+
+
+def in_groups(
+    key: object, step: Callable[..., Any], width: int, stacked: Any, shared: Any
+) -> tuple[Any, Any] | None:
+    """The same of any number of clients, group after group."""
+    clients, made = len(pytree.tree_leaves(stacked)[0]), []
+    for start in range(0, clients, width):
+        some = slice(start, start + width)
+        group = pytree.tree_map(lambda leaf, s=some: None if leaf is None else leaf[s], stacked)
+        found = of_group(key, step, width, group, shared)
+        if found is None:
+            return None
+        made.append(found)
+    each, sums = zip(*made, strict=True)
+    return (
+        pytree.tree_map(lambda *parts: torch.cat(parts), *each),
+        pytree.tree_map(lambda *parts: sum(parts[1:], parts[0]), *sums),
+    )
 
 
 def _filled(leaf: Tensor | None, width: int) -> Tensor | None:
-    """Repeat the last row up to `width` rows. Contiguous, because other strides would be compiled
-    again."""
+    """Zeros up to `width` rows. Contiguous, because other strides would be compiled again."""
     if leaf is None or len(leaf) == width:
         return None if leaf is None else leaf.contiguous()
-    rows = torch.arange(width, device=leaf.device).clamp(max=len(leaf) - 1)
-    return leaf[rows]
+    return torch.cat([leaf, leaf.new_zeros(width - len(leaf), *leaf.shape[1:])])
 
 
-def _call(key: object, step: Callable[..., Any], group: Any, shared: Any) -> Any | None:
+def _call(key: object, step: Callable[..., Any], group: Any, shared: Any) -> tuple[Any, Any] | None:
     if key in _FAILED:
         return None
     leaves, form = pytree.tree_flatten((group, shared))
@@ -133,7 +152,8 @@ def _call(key: object, step: Callable[..., Any], group: Any, shared: Any) -> Any
         _FAILED.add(key)
         return None
     with torch.no_grad():
-        return compiled(*given)
+        found: tuple[Any, Any] = compiled(*given)
+        return found
 
 
 def _compile(
@@ -155,7 +175,7 @@ def _compile(
             )
             compiled(*given)
     except Exception as error:  # of the recorder, the compiler or the tools that it starts
-        warnings.warn(f"local steps are computed without compiling them: {cause(error)}",
+        warnings.warn(f"steps are computed without compiling them: {cause(error)}",
                       stacklevel=2)  # fmt: skip
         return None
     return compiled

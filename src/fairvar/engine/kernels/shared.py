@@ -20,6 +20,9 @@ client's samples together: there the block is the client.)
 Curvature needs only Σ_i w_i ∇²f_i v_i with v_i = ∇f_i − g. That is the gradient, at the shared x,
 of Σ_i w_i ⟨∇f_i(x), v_i⟩, whose terms are forward derivatives of f_i along v_i: one reverse pass
 over one forward pass, and no per-client Hessian products are stored.
+
+Both forms can be compiled (`compiled.py`), in groups of clients whose block is their whole batch.
+Parameters stay shared, so nothing is copied for each client.
 """
 
 from __future__ import annotations
@@ -27,13 +30,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import grad, grad_and_value, vmap
+from torch.func import grad, grad_and_value, vjp, vmap
 
 from fairvar.common.tree import (
     Tree,
@@ -48,9 +51,10 @@ from fairvar.common.tree import (
 )
 from fairvar.engine.batches import Batch, RoundBatches
 from fairvar.engine.evaluate import evaluate_shared
+from fairvar.engine.kernels.compiled import group_width, in_groups, of_group
 from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State
-from fairvar.engine.task import channels_last
+from fairvar.engine.task import Task, channels_last
 from fairvar.methods.base import Method
 from fairvar.models.norm import plain_attention
 
@@ -90,7 +94,8 @@ class PooledPass:
 
     The pass is made in pieces. If the `coefficients` of the sums are known before the losses, each
     piece is differentiated immediately, while it is in a CPU's caches. With `later`, the pieces
-    keep their autograd graphs for `gradients` or, if these are too large, are computed again."""
+    keep their autograd graphs for `gradients` or, if these are too large or the pass is compiled,
+    are computed again."""
 
     def __init__(
         self,
@@ -106,20 +111,22 @@ class PooledPass:
         self.pieces = _pieces(run, batches)
         self.totals: list[Tree] = []
         self.waiting: list[Tensor] = []  # sample losses with their graphs
-        waits = later and run.graphs_fit
+        waits = later and run.graphs_fit and run.compiles != "pooled"
         self.loss = torch.zeros_like(run.share)
         self.buffers = state.buffers  # only batch norm changes them
         if run.task.batch_norm:
             self.buffers = {k: torch.zeros_like(v, dtype=_wide(v)) for k, v in self.buffers.items()}
         for piece in self.pieces:
-            with torch.set_grad_enabled(coefficients is not None or waits):
-                losses = self._forward(piece, remember_buffers=True)
+            losses = self._compiled(piece, coefficients or [], remember_buffers=True)
+            if losses is None:
+                with torch.set_grad_enabled(coefficients is not None or waits):
+                    losses = self._forward(piece, remember_buffers=True)
+                if coefficients is not None:
+                    self._differentiate(piece, losses, coefficients)
+                elif waits:
+                    self.waiting.append(losses)
             parts = losses.detach().double() * piece.share.flatten().double()
             self.loss.index_add_(0, piece.places, parts)
-            if coefficients is not None:
-                self._differentiate(piece, losses, coefficients)
-            elif waits:
-                self.waiting.append(losses)
         self.buffers = typed_as(self.buffers, state.buffers)
 
     def gradients(self, coefficients: list[Tensor]) -> list[Tree]:
@@ -127,8 +134,9 @@ class PooledPass:
         graphs."""
         while self.pieces:
             piece = self.pieces.pop()
-            losses = self.waiting.pop() if self.waiting else self._forward(piece)
-            self._differentiate(piece, losses, coefficients)
+            if self._compiled(piece, coefficients) is None:
+                losses = self.waiting.pop() if self.waiting else self._forward(piece)
+                self._differentiate(piece, losses, coefficients)
         return self.totals
 
     def _differentiate(self, piece: Samples, losses: Tensor, coefficients: list[Tensor]) -> None:
@@ -144,9 +152,47 @@ class PooledPass:
                 materialize_grads=True,
             )
             found.append(dict(zip(self.params, leaves, strict=True)))
+        self._add(found)
+
+    def _add(self, found: list[Tree]) -> None:
         if self.totals:
             found = [add(a, b) for a, b in zip(self.totals, found, strict=True)]
         self.totals = found
+
+    def _compiled(
+        self, piece: Samples, coefficients: list[Tensor], remember_buffers: bool = False
+    ) -> Tensor | None:
+        """The sample losses of a piece, whose gradients are added up, from one compiled graph; None
+        if the pass is not compiled."""
+        run = self.run
+        if run.compiles != "pooled":
+            return None
+        task, axes = run.task.plain, (None, None, piece.batch.axes)
+
+        def step(some: tuple[Batch, list[Tensor]], model: tuple[Tree, Tree]) -> Any:
+            batch, weights = some
+
+            def sample_losses(params: Tree) -> tuple[Tensor, Tree]:
+                found: tuple[Tensor, Tree] = vmap(task.sample_losses, in_dims=axes)(
+                    params, model[1], batch
+                )
+                return found
+
+            losses, back, buffers = vjp(sample_losses, model[0], has_aux=True)
+            return (losses, buffers), [back(weight)[0] for weight in weights]
+
+        weights = [c.to(run.dtype)[piece.place][:, None] * piece.share for c in coefficients]
+        key = "pooled", bool(weights), run.task.kind, run.precision
+        model = tree_map(Tensor.detach, self.params), self.given_buffers
+        found = of_group(key, step, _together(run), (piece.batch, weights), model)
+        if found is None:
+            return None
+        (losses, buffers), sums = found
+        if coefficients:
+            self._add(sums)
+        if remember_buffers and run.task.batch_norm:
+            self._remember(buffers, run.share[piece.place])
+        return losses.flatten()
 
     def _forward(self, piece: Samples, remember_buffers: bool = False) -> Tensor:
         task = self.run.task
@@ -177,11 +223,18 @@ def _wide(buffer: Tensor) -> torch.dtype:
 
 def _pieces(run: Run, batches: RoundBatches) -> list[Samples]:
     """The cohort's samples in pieces; for models with batch norm, pieces of whole clients."""
-    width = run.schedule.width if run.task.batch_norm else 1
-    together, blocks = max(1, run.piece // width), len(run.cohort.blocks(width).place)
+    compiles = run.compiles == "pooled"
+    width = run.schedule.width if run.task.batch_norm or compiles else 1
+    together = _together(run) if compiles else max(1, run.piece // width)
+    blocks = len(run.cohort.blocks(width).place)
     cuts = [slice(i, i + together) for i in range(0, blocks, together)]
     pieces = [take_samples(run, batches, width, some) for some in cuts]
     return [replace(piece, batch=_channels_last(piece.batch)) for piece in pieces]
+
+
+def _together(run: Run) -> int:
+    """Clients in a group whose steps are compiled."""
+    return group_width(len(run.ids), run.piece // run.schedule.width)
 
 
 def _channels_last(batch: Batch) -> Batch:
@@ -249,7 +302,8 @@ def blocked_round(run: Run, state: State, t: int) -> Outcome:
     run = run.of_round(t)
     server = run.server(t)
     method = server.method
-    blocks = take_samples(run, run.cohort.round(t), run.block)
+    width = run.schedule.width if run.compiles == "blocked" else run.block
+    blocks = take_samples(run, run.cohort.round(t), width)
     on_batch, gradient, buffers = _client_gradients(run, state, blocks)
     loss = observed_losses(run, state, method, on_batch)
     weights, memory = server.weigh(state.memory, loss)
@@ -302,17 +356,23 @@ def blocked_round(run: Run, state: State, t: int) -> Outcome:
 def _client_gradients(run: Run, state: State, blocks: Samples) -> tuple[Tensor, Tree, Tree]:
     """f_i and ∇f_i of every client at x^t, and the averaged buffers after the batch."""
 
-    def block_loss(params: Tree, batch: Batch, share: Tensor) -> tuple[Tensor, Tree]:
-        losses, buffers = run.task.apart.sample_losses(params, state.buffers, batch)
-        return (losses * share).sum(), buffers
+    def made(
+        task: Task, some: tuple[Batch, Tensor], model: tuple[Tree, Tree], chunk: int | None = None
+    ) -> Any:
+        def block_loss(params: Tree, batch: Batch, share: Tensor) -> tuple[Tensor, Tree]:
+            losses, buffers = task.sample_losses(params, model[1], batch)
+            return (losses * share).sum(), buffers
 
-    over_blocks = vmap(
-        grad_and_value(block_loss, has_aux=True),
-        (None, blocks.batch.axes, 0),
-        chunk_size=run.blocks_at_once,
-    )
+        axes = (None, blocks.batch.axes, 0)
+        over_blocks = vmap(grad_and_value(block_loss, has_aux=True), axes, chunk_size=chunk)
+        return over_blocks(model[0], *some)
+
+    some, model = (blocks.batch, blocks.share), (state.x, state.buffers)
     with plain_attention(run.device):
-        gradients, (losses, buffers) = over_blocks(state.x, blocks.batch, blocks.share)
+        found = _compiled_blocks(run, "gradients", lambda *of: (made(*of), ()), some, model)
+        gradients, (losses, buffers) = (
+            made(run.task.apart, some, model, run.blocks_at_once) if found is None else found[0]
+        )
     loss = torch.zeros_like(run.share).index_add_(0, blocks.place, losses.double())
     if len(blocks.place) > len(run.ids):
         gradients = tree_map(lambda leaf: _by_client(run, blocks, leaf), gradients)
@@ -320,6 +380,16 @@ def _client_gradients(run: Run, state: State, blocks: Samples) -> tuple[Tensor, 
         return loss, gradients, state.buffers
     wide = {name: leaf.double() for name, leaf in buffers.items()}
     return loss, gradients, typed_as(weighted_sum(run.share[blocks.place], wide), buffers)
+
+
+def _compiled_blocks(
+    run: Run, what: str, step: Callable[..., Any], stacked: Any, model: tuple[Tree, Tree]
+) -> tuple[Any, Any] | None:
+    """`in_groups` of step(task, stacked, model); None if it is not compiled."""
+    if run.compiles != "blocked":
+        return None
+    task, key = run.task.plain, (what, run.task.kind, run.precision)
+    return in_groups(key, partial(step, task), _together(run), stacked, model)
 
 
 def _by_client(run: Run, blocks: Samples, leaf: Tensor) -> Tensor:
@@ -346,19 +416,29 @@ def _weighted_curvature(
         away = tree_map(lambda leaf: leaf[blocks.place], away)
     weight = weights.to(run.dtype)[blocks.place]
 
-    def slope(params: Tree) -> Tensor:
-        def along(v: Tree, batch: Batch, share: Tensor) -> Tensor:
-            def block_loss(at: Tree) -> Tensor:
-                return (run.task.apart.sample_losses(at, state.buffers, batch)[0] * share).sum()
+    def made(
+        task: Task, some: tuple[Any, ...], model: tuple[Tree, Tree], chunk: int | None = None
+    ) -> Tree:
+        *given, weight = some
 
-            return jvp(block_loss, (params,), (v,))[1]
+        def slope(params: Tree) -> Tensor:
+            def along(v: Tree, batch: Batch, share: Tensor) -> Tensor:
+                def block_loss(at: Tree) -> Tensor:
+                    return (task.sample_losses(at, model[1], batch)[0] * share).sum()
 
-        slopes = vmap(along, (0, blocks.batch.axes, 0), chunk_size=run.blocks_at_once)(
-            away, blocks.batch, blocks.share
-        )
-        return (weight * slopes).sum()
+                return jvp(block_loss, (params,), (v,))[1]
 
-    return grad(slope)(state.x)
+            axes = (0, blocks.batch.axes, 0)
+            return (weight * vmap(along, axes, chunk_size=chunk)(*given)).sum()
+
+        found: Tree = grad(slope)(model[0])
+        return found
+
+    some, model = (away, blocks.batch, blocks.share, weight), (state.x, state.buffers)
+    found = _compiled_blocks(run, "curvature", lambda *of: ((), made(*of)), some, model)
+    if found is not None:
+        return found[1]
+    return made(run.task.apart, some, model, run.blocks_at_once)
 
 
 def jvp(function: Callable[..., Any], primals: Any, tangents: Any) -> tuple[Any, Any]:

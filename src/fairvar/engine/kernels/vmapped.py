@@ -123,7 +123,7 @@ def vmapped_round(run: Run, state: State, t: int, observe: Observer | None = Non
     norms, own, batch_loss = (torch.zeros_like(run.share) for _ in range(3))
     for chunk in run.chunks():
         with run.kernels():
-            if run.task.in_turn and not run.compiles:
+            if run.task.in_turn and run.compiles != "vmapped":
                 gradients = observe is not None or run.method.reports_gradient
                 trained = train_in_turn(run, state, sent, batches, chunk, gradients)
             else:
@@ -203,13 +203,14 @@ def train_stacked(
     cohort = run.cohort
     order, places = cohort.order[slice(*chunk)], cohort.order_on_device[slice(*chunk)]
     steps = [cohort.steps[place] for place in order]
+    compiles = run.compiles == "vmapped"
 
     def step(number: int, shared: bool, some: slice, models: Models) -> tuple[Models, _Step]:
         """These clients' models after a step, and the step's gradients and losses."""
         rows, mask = batches.rows(number, places[some])
         batch = batches.take(rows, number, mask if cohort.pads(number, order[some]) else None)
         full = None if sent.full_loss is None else sent.full_loss[places[some]].to(run.dtype)
-        if run.compiles:
+        if compiles:
             found = _compiled_step(run, sent, state.x, models, batch, full)
             if found is not None:
                 return found
@@ -225,7 +226,7 @@ def train_stacked(
     calls = [slice(0, len(order))]
     start = own or (expand(state.x, len(order)), expand(state.buffers, len(order)))
     v: Tree = {}
-    if run.compiles:
+    if compiles:
         width = group_width(len(run.ids))
         calls = [slice(a, a + width) for a in range(0, len(order), width)]
         v = tree_map(torch.zeros_like, start[0]) if run.momentum else v  # one graph for all steps
@@ -233,7 +234,7 @@ def train_stacked(
     shown = models.step(calls, partial(step, 0, own is None))
     for number in range(1, steps[0]):
         models.shrink(sum(s > number for s in steps))
-        if not run.compiles:
+        if not compiles:
             calls = _calls(models.active, len(order), run.device)
         models.step(calls, partial(step, number, False))
     params, buffers, _ = models.whole()
@@ -342,7 +343,9 @@ def _compiled_step(
     method, task = sent.method, run.task.plain
     axes = (0, 0, batch.axes, None if full is None else 0)
 
-    def step(some: tuple[Any, ...], received: tuple[Any, ...]) -> tuple[Models, _Step]:
+    def step(
+        some: tuple[Any, ...], received: tuple[Any, ...]
+    ) -> tuple[tuple[Models, _Step], tuple[()]]:
         (params, buffers, v), batch, full = some
         numbers, mean_loss, g, x, lr = received
         acting = replace(sent, method=method.with_numbers(numbers), mean_gradient=g)
@@ -350,7 +353,7 @@ def _compiled_step(
             acting = replace(acting, mean_loss=mean_loss)
         made = vmap(_client_step(run, task, acting), in_dims=axes)(params, buffers, batch, full)
         after = _moved(run, acting.method.pull, lr, x, params, v or None, made)
-        return after, made._replace(direction={}, buffers={})
+        return (after, made._replace(direction={}, buffers={})), ()
 
     lr = torch.as_tensor(run.lr, dtype=torch.float64, device=run.device)
     form: object = "the gradient alone"  # of FedAvg, AFL, q-FFL and AAggFF: one graph for all
@@ -367,8 +370,8 @@ def _compiled_step(
     rule = run.clip_norm, run.weight_decay, run.momentum, run.precision
     width = group_width(len(run.ids))
     key = (run.task.kind, form, rule)
-    found: tuple[Models, _Step] | None = of_group(key, step, width, (models, batch, full), received)
-    return found
+    found = of_group(key, step, width, (models, batch, full), received)
+    return None if found is None else found[0]
 
 
 def _client_step(run: Run, task: Task, sent: Sent) -> Callable[..., _Step]:

@@ -1,0 +1,101 @@
+"""Everything that heavy models need from a GPU that is lent for half an hour, in three calls.
+
+    python benchmarks/gpu_loan.py 1 --out FOLDER         # then 2 and 3, each within --seconds
+    python benchmarks/gpu_loan.py 1 --out FOLDER --smoke # the same commands, tiny, on a CPU
+
+The commands of a part run at the same time, because compiling takes processors and not the GPU;
+`heavy_rounds.py` keeps their timings apart by a lock. (With --smoke they run one after another.)
+Every command writes FOLDER/<name>.txt; what was compiled is kept in FOLDER/<name>.cache. What is
+not ready in time is stopped: its file has the lines until then. With the same FOLDER another
+machine compiles nothing again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# Name, then the arguments of heavy_rounds.py; in the order of the table of goals.
+ROWS = {
+    "32-step-fedavg": "--case mobilenet32 --work step --methods fedavg",
+    "32-step-qffl": "--case mobilenet32 --work step --methods qffl",
+    "32-step-fairgrad": "--case mobilenet32 --work step --methods fairgrad",
+    "32-epoch-fedavg": "--case mobilenet32 --work epoch --methods fedavg",
+    "32-epoch-fairgrad": "--case mobilenet32 --work epoch --methods fairgrad --forms compiled",
+    "64-step-fedavg": "--case mobilenet64 --work step --methods fedavg",
+    "64-step-qffl": "--case mobilenet64 --work step --methods qffl",
+    "64-step-fairgrad": "--case mobilenet64 --work step --methods fairgrad --forms compiled",
+    "64-epoch-fedavg": "--case mobilenet64 --work epoch --methods fedavg --forms compiled",
+    "avgcnn-epoch": "--case avgcnn --work epoch --forms first,plain",
+    "aaggff": "--case multinomial --methods aaggff",
+}
+CHECKS = {"check-compiled": "--compiled", "check-all": "", "curvature": "--curvature"}
+PARTS = {
+    1: ["check-compiled", "32-step-fedavg", "32-step-qffl", "32-epoch-fedavg"],
+    2: ["32-step-fairgrad", "64-step-fedavg", "64-step-qffl", "aaggff"],
+    3: [
+        "32-epoch-fairgrad",
+        "64-step-fairgrad",
+        "64-epoch-fedavg",
+        "avgcnn-epoch",
+        "curvature",
+        "check-all",
+    ],
+}
+
+
+def command(name: str, out: Path, given: argparse.Namespace) -> list[str]:
+    if name in CHECKS:
+        more = ["--device", "cpu", "--backend", "eager"] if given.smoke else []
+        return [str(HERE / "gpu_check.py"), *CHECKS[name].split(), *more]
+    flags = ["--table", *ROWS[name].split(), "--turns", "1" if given.smoke else "3"]
+    flags += ["--first", given.first, "--lock", str(out / "lock")]
+    flags += ["--cache", str(out / f"{name}.cache")]
+    flags += ["--smoke", "--backend", "eager", "--rounds", "5"] if given.smoke else []
+    return [str(HERE / "heavy_rounds.py"), *flags]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", type=int, choices=list(PARTS))
+    parser.add_argument("--out", required=True, help="folder for the output and what was compiled")
+    parser.add_argument("--first", default="", help="folder of a checkout of the first version")
+    parser.add_argument("--seconds", type=float, default=570.0)
+    parser.add_argument("--smoke", action="store_true")
+    given = parser.parse_args()
+    out, started = Path(given.out), time.monotonic()
+    out.mkdir(parents=True, exist_ok=True)
+    running = {}
+    for name in PARTS[given.part]:
+        with (out / f"{name}.txt").open("w") as file:
+            running[name] = subprocess.Popen(  # noqa: S603
+                [sys.executable, *command(name, out, given)], stdout=file,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        if given.smoke:
+            wait(running[name], started + given.seconds)
+    ends = {name: wait(process, started + given.seconds) for name, process in running.items()}
+    for name, end in ends.items():
+        print(f"== {name}: {end}\n{(out / f'{name}.txt').read_text()}", flush=True)
+    return 0 if set(ends.values()) == {"finished"} else 1
+
+
+def wait(process: subprocess.Popen[bytes], until: float) -> str:
+    """Stops the command and its workers when the time is up."""
+    try:
+        code = process.wait(max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return "stopped, time was up"
+    return f"exit code {code}" if code else "finished"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
