@@ -64,3 +64,28 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
     assert not [page for page in pages if page not in navigation]
+
+
+METHODS = ROOT / "docs" / "methods"
+HEADINGS = ["Use", "The mathematics", "Fidelity", "What the server sees and what it costs", "Tests"]
+
+
+@pytest.mark.parametrize("kind", BUILT_IN, ids=lambda kind: kind.__name__)
+def test_every_method_has_a_page(kind: type[fairvar.Method]) -> None:
+    """With the five headings, all options, its traffic, and a row in the index."""
+    tag = kind.__struct_config__.tag
+    page = (METHODS / f"{tag}.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (.+)$", page, re.MULTILINE) == HEADINGS
+    for field in kind.__struct_fields__:
+        assert re.search(rf"^\| `{field}` \|", page, re.MULTILINE), field
+    for said in (f'name = "{tag}"', "| secure aggregation |", "Traffic(exchanges="):
+        assert said in page
+    assert f"]({tag}.md)" in (METHODS / "index.md").read_text(encoding="utf-8")
+    assert getattr(fairvar, kind.__name__) is kind
+
+
+def test_test_files_that_pages_name_exist() -> None:
+    pages = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs").rglob("*.md"))
+    named = set(re.findall(r"`(tests/[\w/]+\.py)`", pages))
+    assert len(named) > 50
+    assert not [path for path in named if not (ROOT / path).is_file()]
