@@ -17,7 +17,6 @@ from checks import (
     follows_golden,
     follows_rule,
     follows_silo_golden,
-    golden_federation,
     quadratic_run,
     weights_by_round,
 )
