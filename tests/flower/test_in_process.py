@@ -115,7 +115,7 @@ def through_flower(method: fv.Method, train: dict, rules: str, out: Path) -> Sto
     return stored
 
 
-@pytest.mark.parametrize("method", [*METHODS, *OPTIONS, COLLAPSED], ids=repr)
+@pytest.mark.parametrize("method", [*METHODS, COLLAPSED], ids=repr)
 def test_full_batches_are_equal_bit_by_bit(method: fv.Method, tmp_path: Path) -> None:
     stored = through_flower(method, {}, "", tmp_path)
     found = stored.history().state.params
