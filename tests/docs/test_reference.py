@@ -89,3 +89,12 @@ def test_test_files_that_pages_name_exist() -> None:
     named = set(re.findall(r"`(tests/[\w/]+\.py)`", pages))
     assert len(named) > 40
     assert not [path for path in named if not (ROOT / path).is_file()]
+
+
+def test_identities_have_the_tests_that_the_page_names() -> None:
+    page = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
+    files = dict(re.findall(r"`(\w+)` is\s`(tests/[\w/]+\.py)`", page))
+    named = re.findall(r"`(\w+)::(test_\w+)`", page)
+    assert {file for file, _ in named} == files.keys()
+    sources = {file: (ROOT / path).read_text(encoding="utf-8") for file, path in files.items()}
+    assert not [(file, test) for file, test in named if f"def {test}(" not in sources[file]]
