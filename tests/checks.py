@@ -303,6 +303,26 @@ def bounded_by_hand(engine: str = "auto") -> Callable[[fv.Method], None]:
     return check
 
 
+LOCAL_RULES: dict[str, tuple[dict, Points]] = {  # of FedAvg, by hand in test_trajectories.py
+    "momentum": ({"momentum": 0.5, "local_steps": 2}, [(0.395, 0.565)]),
+    "weight decay": ({"weight_decay": 0.2}, [(0.44, 0.515), (0.3932, 0.52745)]),
+    "schedule": (
+        {"schedule": fv.LrSchedule("step", decay=0.5)},
+        [(0.45, 0.525), (0.43, 0.535625)],
+    ),
+}
+
+
+def follows_rule(name: str, engine: str) -> None:
+    """x¹, x², … of FedAvg with this rule of local steps."""
+    options, points = LOCAL_RULES[name]
+    for rounds, expected in enumerate(points, start=1):
+        history = run_by(engine, golden_federation(), fv.FedAvg(), (0.5, 0.5), rounds, **options)
+        found = history.state.params["weight"][0]
+        gap = float((found - torch.tensor(expected, dtype=torch.float64)).abs().max())
+        assert gap <= 1e-14, f"x^{rounds} = {found.tolist()}, expected {expected}"
+
+
 # -- server weights --------------------------------------------------------------------------------
 Rows = list[list[float]]
 

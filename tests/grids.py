@@ -129,11 +129,11 @@ def run_config(method: fv.Method, out: Path, options: str = "", **more: object) 
 
 
 def as_options(train: dict[str, object]) -> str:
-    """`train.key=value` of settings; those of the server's optimiser have names of their own."""
-    pairs = {k: v for k, v in train.items() if not isinstance(v, fv.ServerOptimiser)}
-    for optimiser in train.keys() - pairs.keys():
-        given = msgspec.structs.asdict(train[optimiser])
-        pairs |= {f"{optimiser}.{k}": v for k, v in given.items() if v is not None}
+    """`train.key=value` of settings; those of the optimiser and schedule are nested."""
+    pairs = {k: v for k, v in train.items() if not isinstance(v, msgspec.Struct)}
+    for part in train.keys() - pairs.keys():
+        given = msgspec.structs.asdict(train[part])
+        pairs |= {f"{part}.{k}": v for k, v in given.items() if v is not None}
     return " ".join(f"train.{k}={v}" for k, v in pairs.items())
 
 

@@ -6,14 +6,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import ClassVar
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fairvar as fv
 from fairvar.common.tree import Tree, scale, subtract, tree_map
+from fairvar.engine.kernels import reference
+from fairvar.engine.run import Run
 from fairvar.methods.aaggff import CDFS
 from fairvar.methods.base import Memory, Replies
 from fairvar.methods.simplex import minimise_within
@@ -436,3 +439,42 @@ def from_zero(optimiser: fv.ServerOptimiser, params: Tree) -> Tree | None:
     """v starts at 0 instead of τ²."""
     moments = right_start(optimiser, params)
     return moments and {k: 0 * v for k, v in moments.items()}
+
+
+# -- local steps: in the place of `reference._move` and `LrSchedule.factor` ------------------------
+right_move, right_factor = reference._move, fv.LrSchedule.factor
+
+
+def dampened(
+    run: Run, method: fv.Method, module: nn.Module, sent: nn.Module, d: Tree, speed: Tree, lr: float
+) -> None:
+    """v ← m v + (1 − m) d, from the first step on."""
+    right_move(run, method, module, sent, scale(d, 1 - run.momentum), speed, lr)
+
+
+def without_speed(
+    run: Run, method: fv.Method, module: nn.Module, sent: nn.Module, d: Tree, speed: Tree, lr: float
+) -> None:
+    """v starts anew in every step."""
+    right_move(run, method, module, sent, d, {}, lr)
+
+
+def decayed_twice(run: Run, *rest: object) -> None:
+    """Takes weight_decay ‖y‖² for the penalty, without the ½."""
+    right_move(replace(run, weight_decay=2 * run.weight_decay), *rest)  # type: ignore[arg-type]
+
+
+def decayed_at_once(
+    run: Run, method: fv.Method, module: nn.Module, sent: nn.Module, d: Tree, speed: Tree, lr: float
+) -> None:
+    """Shrinks y by weight_decay whatever the learning rate."""
+    right_move(replace(run, weight_decay=run.weight_decay / lr), method, module, sent, d, speed, lr)
+
+
+def a_round_early(schedule: fv.LrSchedule, t: int, rounds: int) -> float:
+    return right_factor(schedule, t + 1, rounds)
+
+
+def constant(schedule: fv.LrSchedule, t: int, rounds: int) -> float:
+    """The learning rate stays that of the first round."""
+    return 1.0

@@ -69,9 +69,15 @@ from broken import (
     WithoutOuterProduct,
     WithoutTerm,
     WrongSign,
+    a_round_early,
+    constant,
     damped,
+    dampened,
+    decayed_at_once,
+    decayed_twice,
     forgotten,
     from_zero,
+    without_speed,
 )
 
 import fairvar as fv
@@ -82,6 +88,7 @@ from checks import (
     descends,
     follows_fediir,
     follows_golden,
+    follows_rule,
     follows_silo_golden,
     gradient_objective,
     loss_objective,
@@ -90,6 +97,7 @@ from checks import (
     utility_objective,
     worse_clients_weigh_more,
 )
+from fairvar.engine.kernels import reference
 from fairvar.methods.aaggff import CDFS
 from fairvar.testing import CLAUSES, check_method, federation
 from gram_checks import follows
@@ -358,6 +366,30 @@ def test_a_broken_server_optimiser_is_found(
     monkeypatch.setattr(fv.ServerOptimiser, place, wrong)
     with pytest.raises(AssertionError):
         follows_golden(name, server=right)(fv.FedAvg())
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "attribute", "wrong"),
+    [
+        ("momentum", reference, "_move", dampened),
+        ("momentum", reference, "_move", without_speed),
+        ("weight decay", reference, "_move", decayed_twice),
+        ("weight decay", reference, "_move", decayed_at_once),
+        ("schedule", fv.LrSchedule, "factor", a_round_early),
+        ("schedule", fv.LrSchedule, "factor", constant),
+    ],
+)
+def test_a_broken_local_rule_is_found(
+    name: str,
+    place: object,
+    attribute: str,
+    wrong: Callable[..., object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    follows_rule(name, "reference")
+    monkeypatch.setattr(place, attribute, wrong)
+    with pytest.raises(AssertionError):
+        follows_rule(name, "reference")
 
 
 INDIFFERENT = (fv.QFFL(q=0.0), fv.TERM(0.0), fv.Superquantile(1.0), fv.GIFAIR(0.0),

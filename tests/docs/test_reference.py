@@ -64,3 +64,37 @@ def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
     assert not [page for page in pages if page not in navigation]
+
+
+METHODS = ROOT / "docs" / "methods"
+HEADINGS = ["Use", "The mathematics", "Fidelity", "What the server sees and what it costs", "Tests"]
+
+
+@pytest.mark.parametrize("kind", BUILT_IN, ids=lambda kind: kind.__name__)
+def test_every_method_has_a_page(kind: type[fairvar.Method]) -> None:
+    """With the five headings, all options, its traffic, and a row in the index."""
+    tag = kind.__struct_config__.tag
+    page = (METHODS / f"{tag}.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (.+)$", page, re.MULTILINE) == HEADINGS
+    for field in kind.__struct_fields__:
+        assert re.search(rf"^\| `{field}` \|", page, re.MULTILINE), field
+    for said in (f'name = "{tag}"', "| secure aggregation |", "Traffic(exchanges="):
+        assert said in page
+    assert f"]({tag}.md)" in (METHODS / "index.md").read_text(encoding="utf-8")
+    assert getattr(fairvar, kind.__name__) is kind
+
+
+def test_test_files_that_pages_name_exist() -> None:
+    pages = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "docs").rglob("*.md"))
+    named = set(re.findall(r"`(tests/[\w/]+\.py)`", pages))
+    assert len(named) > 40
+    assert not [path for path in named if not (ROOT / path).is_file()]
+
+
+def test_identities_have_the_tests_that_the_page_names() -> None:
+    page = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
+    files = dict(re.findall(r"`(\w+)` is\s`(tests/[\w/]+\.py)`", page))
+    named = re.findall(r"`(\w+)::(test_\w+)`", page)
+    assert {file for file, _ in named} == files.keys()
+    sources = {file: (ROOT / path).read_text(encoding="utf-8") for file, path in files.items()}
+    assert not [(file, test) for file, test in named if f"def {test}(" not in sources[file]]

@@ -15,8 +15,8 @@ from checks import (
     PRINTED,
     SILO,
     follows_golden,
+    follows_rule,
     follows_silo_golden,
-    golden_federation,
     quadratic_run,
     weights_by_round,
 )
@@ -111,39 +111,31 @@ def test_fedprox_by_hand(engine: str) -> None:
     follows_golden("FedProx", engine, local_steps=2)(fv.FedProx(1.0))
 
 
-@pytest.mark.parametrize("engine", ["reference", "vmapped", "linear"])
+@pytest.mark.parametrize("engine", ["reference", "vmapped", "linear", "deployed", "flower"])
 def test_momentum_by_hand(engine: str) -> None:
     """Two steps of each client with momentum ½, v ← ½ v + ∇f_i, from x = (½, ½):
     client 1: v = (−.5, 1), y = (.55, .4), v = ½ v + (−.45, .8) = (−.7, 1.3), y = (.62, .27);
     client 2: v = (1.5, −1.5), y = (.35, .65), v = ½ v + (1.05, −1.35) = (1.8, −2.1) and
     y = (.17, .86). The next round starts from v = 0: its first step is FedAvg's.
     """
-    found = quadratic_run(
-        golden_federation(), fv.FedAvg(), (0.5, 0.5), 1, engine=engine, momentum=0.5, local_steps=2
-    )
-    close(found.state.params["weight"][0], [0.395, 0.565], 1e-14)
+    follows_rule("momentum", engine)
     follows_golden("FedAvg", engine, momentum=0.5)(fv.FedAvg())
 
 
-@pytest.mark.parametrize("engine", ["reference", "pooled", "vmapped", "blocked"])
+@pytest.mark.parametrize(
+    "engine", ["reference", "pooled", "vmapped", "blocked", "deployed", "flower"]
+)
 def test_weight_decay_by_hand(engine: str) -> None:
     """x − η (∇F + 0.2 x) with ∇F = (2 x₁ − ½, 1.5 x₂ − 1):
     (.5, .5) − .1 ((.5, −.25) + (.1, .1)) = (.44, .515), and
     (.44, .515) − .1 ((.38, −.2275) + (.088, .103)) = (.3932, .52745)."""
-    options: dict = {"engine": engine, "weight_decay": 0.2}
-    for rounds, expected in ((1, [0.44, 0.515]), (2, [0.3932, 0.52745])):
-        found = quadratic_run(golden_federation(), fv.FedAvg(), (0.5, 0.5), rounds, **options)
-        close(found.state.params["weight"][0], expected, 1e-14)
+    follows_rule("weight decay", engine)
 
 
-@pytest.mark.parametrize("engine", ["reference", "pooled", "vmapped", "blocked", "linear"])
+@pytest.mark.parametrize("engine", [*ENGINES, "deployed", "flower"])
 def test_halved_learning_rate_by_hand(engine: str) -> None:
     """η = 0.1, then 0.05: (.45, .525) − .05 (.4, −.2125) = (.43, .535625)."""
-    schedule = fv.LrSchedule("step", decay=0.5)
-    found = quadratic_run(
-        golden_federation(), fv.FedAvg(), (0.5, 0.5), 2, engine=engine, schedule=schedule
-    )
-    close(found.state.params["weight"][0], [0.43, 0.535625], 1e-14)
+    follows_rule("schedule", engine)
 
 
 @pytest.mark.parametrize("engine", ["reference", "pooled", "vmapped", "blocked", "linear"])

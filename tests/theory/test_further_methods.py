@@ -13,9 +13,11 @@ from torch import Tensor
 
 import fairvar as fv
 from checks import (
+    MODELS,
     descends,
     golden_federation,
     golden_problem_b,
+    images,
     pair_objective,
     quadratic_run,
     semivariance_objective,
@@ -114,6 +116,22 @@ def test_vrex_is_fairloss_with_twice_the_strength() -> None:
     torch.testing.assert_close(
         expected.state.params["weight"][0], 0.5 - 0.1 * step, rtol=0, atol=1e-14
     )
+
+
+@pytest.mark.parametrize("engine", ["reference", "vmapped"])
+@pytest.mark.parametrize(
+    "method",
+    [fv.TERM(5.0), fv.Superquantile(0.2), fv.GIFAIR(0.9), fv.SemiVRed(2.0), fv.FedMGDA(),
+     fv.FedFV(), fv.AdaFed(), fv.FedEBA(0.2, angle=0.0), fv.PropFair(1.2)],
+    ids=repr,
+)  # fmt: skip
+def test_batch_statistics_have_the_plain_weights(method: fv.Method, engine: str) -> None:
+    """After one step from the same model they are FedAvg's, though the parameters are not."""
+    options: dict = {"rounds": 1, "dtype": torch.float64, "engine": engine}
+    data, model = images(5), MODELS["batch_norm"]
+    found, expected = (fv.train(model, data, m, **options).state for m in (method, fv.FedAvg()))
+    torch.testing.assert_close(found.buffers, expected.buffers, rtol=1e-12, atol=1e-14)
+    assert any(float((found.params[k] - v).norm()) > 1e-6 for k, v in expected.params.items())
 
 
 # -- TERM ------------------------------------------------------------------------------------------

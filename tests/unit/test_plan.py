@@ -147,6 +147,17 @@ def test_scales_with_quoted_and_plain_keys(tmp_path: Path) -> None:
         Plan.load(path, scale="plan")
 
 
+@pytest.mark.parametrize(("scale", "budget"), [(None, 12), ("small", 6)])
+def test_the_first_table_of_all_methods_has_equal_budgets(scale: str | None, budget: int) -> None:
+    """Different configurations of each method, every one with all seeds."""
+    cells = Plan.load(PAPER / "mnist_all.toml", scale=scale).cells
+    tried = Counter((c.method.label, c.method, c.train.lr) for c in cells)
+    seeds = {None: 5, "small": 2}[scale]
+    assert set(tried.values()) == {seeds}
+    assert Counter(label for label, *_ in tried) == {label: budget for label, *_ in tried}
+    assert len({label for label, *_ in tried}) == len(PAPER_METHODS + EXTENDED)
+
+
 @pytest.mark.parametrize("path", sorted(PAPER.glob("*.toml")), ids=lambda p: p.stem)
 def test_the_papers_sweeps_load(path: Path) -> None:
     plan, small = Plan.load(path), Plan.load(path, scale="small")
