@@ -54,7 +54,7 @@ $(READY_DOCS): $(READY)
 
 docs: $(READY_DOCS)
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src:tools $(BIN)/mkdocs build --strict --quiet
-	@echo "open build/site/index.html, or with search: python -m http.server --directory build/site"
+	@echo "open build/site/index.html"
 
 fast: $(READY)
 	$(BIN)/pytest -n auto -m "not slow and not deployment"

@@ -1,7 +1,7 @@
 """The configuration reference, made from the types that check a configuration.
 
 `python tools/config_reference.py` prints it; `make docs` makes a page of it. A key's explanation is
-the comment behind its field, what `fairvar.train` says of it, or the row of a method's page.
+the comment at its field, what `fairvar.train` says of it, or the row of a method's page.
 """
 
 from __future__ import annotations
@@ -14,24 +14,32 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from fairvar.engine.settings import EvaluateSettings, TrainSettings
+from fairvar.deploy.flower.setup import PrivacySettings, SecureSettings
+from fairvar.deploy.guard import FederationSettings
+from fairvar.engine.settings import TrainSettings
 from fairvar.engine.train import train
 from fairvar.methods import METHODS
 from fairvar.runs.config import INNER, PARTITIONS, Config
+from fairvar.runs.plan import SweepSettings
 
 METHOD_PAGES = Path(__file__).parents[1] / "docs" / "methods"
 OPTION = re.compile(r"^\| `(\w+)` \|[^|]*\| (.*) \|$", re.MULTILINE)
 # A paragraph of train's docstring begins with the names that it is about.
 TRAIN = re.compile(
-    r"^((?:[a-z_]+, )*[a-z_]+): (.*?)(?=^[a-z_, ]+: |^$|\Z)", re.MULTILINE | re.DOTALL
+    r"^((?:[a-z_]+, )*[a-z_]+): (.*?)(?=^(?:[a-z_]+, )*[a-z_]+: |^$|\Z)", re.MULTILINE | re.DOTALL
 )
 INTRO = """# Configuration
 
 A run is one TOML file; `fairvar example` writes one. Every key can be changed on the command line,
 as in `fairvar run quick.toml train.lr=0.2`, and unknown keys are refused. A sweep file has lists in
-`[sweep]` instead of `[method]` ([sweeps](../experiments.md#sweeps)). This page is made from the
-types that check a configuration.
+`[sweep]` instead of `[method]` ([sweeps](../experiments.md#sweeps)). The sections federation,
+privacy and secure are for the `options` of a Flower app ([deployment](../deploy.md#settings)). This
+page is made from the types that check a configuration.
 """
+MORE = {"sweep": SweepSettings, "federation": FederationSettings, "privacy": PrivacySettings,
+        "secure": SecureSettings}  # fmt: skip
+# The comment lines before a field of a settings class, and the comment behind it.
+COMMENTS = re.compile(r"((?:^ {4}# .*\n)*)^ {4}(\w+): .*?(?:  # (.*))?$", re.MULTILINE)
 
 
 def reference() -> str:
@@ -47,6 +55,7 @@ def reference() -> str:
         elif isinstance(field.default, msgspec.Struct):
             parts.append(section(field.name, type(field.default)))
     parts += [section(f"train.{name}", kind) for name, kind in INNER.items()]
+    parts += [section(name, kind) for name, kind in MORE.items()]
     return "\n".join(parts)
 
 
@@ -58,7 +67,7 @@ def section(name: str, kind: Any, only: set[str] | None = None) -> str:
     for field in msgspec.structs.fields(kind):
         if only is not None and field.name not in only:
             continue
-        default = "needed" if field.required else f"`{shown(field.default)}`"
+        default = "needed" if field.required else f"`{shown(default_of(field))}`"
         rows.append(f"| `{field.name}` | {kind_of(hints[field.name])} | {default} | "
                     f"{said.get(field.name, '')} |")  # fmt: skip
     about = inspect.cleandoc(kind.__doc__ or "").split("\n\n")[0]
@@ -69,19 +78,24 @@ def section(name: str, kind: Any, only: set[str] | None = None) -> str:
 
 def explanations(kind: Any) -> dict[str, str]:
     """Comments behind the fields, the description of `fairvar.train`, a method's page of docs."""
-    found = dict(re.findall(r"^ {4}(\w+): .*?  # (.*)$", inspect.getsource(kind), re.MULTILINE))
-    if kind in (TrainSettings, EvaluateSettings):
+    found = {name: behind or " ".join(before.replace("# ", "").split())
+             for before, name, behind in COMMENTS.findall(inspect.getsource(kind))}  # fmt: skip
+    if kind is TrainSettings:
         for names, meaning in TRAIN.findall(inspect.getdoc(train) or ""):
-            for name in names.split(", "):
-                found[name.removeprefix("evaluate_")] = " ".join(meaning.split())
+            found |= dict.fromkeys(names.split(", "), " ".join(meaning.split()))
     page = METHOD_PAGES / f"{kind.__struct_config__.tag}.md"
     if page.is_file():
         found |= dict(OPTION.findall(page.read_text(encoding="utf-8")))
     return {name: re.sub(r"(?<!\\)\|", r"\|", meaning) for name, meaning in found.items()}
 
 
+def default_of(field: Any) -> object:
+    made = field.default_factory
+    return field.default if made is msgspec.NODEFAULT else made()
+
+
 def shown(value: object) -> str:
-    if value is None or value == ():
+    if value is None or value in ((), {}):
         return "–"
     if isinstance(value, msgspec.Struct):
         return "see below"
@@ -99,12 +113,15 @@ def kind_of(hint: Any) -> str:
     inner = get_args(hint)
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(f"`{msgspec.json.encode(v).decode()}`" for v in inner)
+    if get_origin(hint) is dict:
+        return "section"
     if get_origin(hint) is tuple:
         each = {kind_of(part) for part in inner if part is not Ellipsis}
         return f"list of {' / '.join(sorted(each))}"
     if inner:
         return " or ".join("nothing" if part is NoneType else kind_of(part) for part in inner)
-    words = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+    words = {int: "whole number", float: "number", str: "text", Any: "text",
+             bool: "true or false"}  # fmt: skip
     return words.get(hint, "section")
 
 

@@ -22,6 +22,7 @@ from mkdocs.structure.files import File, Files
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
+NOTEBOOK = re.compile(r"(\]\([\w./]*notebooks/\w+)\.ipynb\)")  # shown as a page
 LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)([^)]*\))")
 GENERATED = "reference/configuration.md"
 
@@ -71,7 +72,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return link[1] + relpath(GENERATED, os.path.dirname(here) or ".") + link[3]
         return link[1] + relpath(f"repository/{target}", os.path.dirname(here) or ".") + link[3]
 
-    return LINK.sub(inside, markdown)
+    return LINK.sub(inside, NOTEBOOK.sub(r"\1.md)", markdown))
 
 
 DRAWING = re.compile(r'<p>(<img [^>]*src="([^"]+\.svg)"[^>]*>)</p>')

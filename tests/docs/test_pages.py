@@ -7,7 +7,8 @@ The blocks of a page run from top to bottom in one empty folder, which holds cop
     ```console   command by command; after "$ " lines, the lines below are what it must print ("…"
                  stands for anything)
     ```toml      must be a valid configuration, or a valid sweep where it has [sweep]
-    ```text      is shown only
+    ```text      right after Python code (or after the line "prints"): what that must print;
+                 elsewhere it is shown only
 
 A comment in the line before a block says otherwise:
 
@@ -56,6 +57,7 @@ COMMAND = re.compile(r"(\$ |(sudo |\S*/)?(pip|make|fairvar|flwr|python|pytest|gi
 @dataclass(frozen=True)
 class Block:
     line: int  # of the fence, counted from 1
+    end: int  # of the closing fence
     language: str
     text: str
     mark: re.Match[str] | None  # of the comment in the line before
@@ -67,7 +69,7 @@ def blocks(source: str) -> Iterator[Block]:
         if token.type == "fence" and token.map:
             at = token.map[0]
             mark = MARK.fullmatch(lines[at - 1].strip()) if at else None
-            yield Block(at + 1, token.info.split(" ")[0], token.content, mark)
+            yield Block(at + 1, token.map[1], token.info.split(" ")[0], token.content, mark)
 
 
 class Page:
@@ -76,6 +78,7 @@ class Page:
     def __init__(self, name: str) -> None:
         self.module = ModuleType("page_" + re.sub(r"\W", "_", name))
         sys.modules[self.module.__name__] = self.module  # annotations are looked up there
+        self.printed = 0, ""  # by the last Python block: the line of its end, and what it printed
 
     def run(self, block: Block) -> None:
         if named := re.match(r"# file: (\S+)\n", block.text):
@@ -91,7 +94,13 @@ class Page:
             # In a file with the line numbers of the page: `inspect` reads classes from there.
             file = Path(f"{self.module.__name__}.py").absolute()
             file.write_text("\n" * block.line + block.text)
-            exec(compile(file.read_text(), str(file), "exec"), vars(self.module))
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                exec(compile(file.read_text(), str(file), "exec"), vars(self.module))
+            self.printed = block.end, said.getvalue()
+        elif block.language == "text":
+            end, said = self.printed
+            right_after = block.line - end <= 4  # two empty lines and "prints"
+            assert not right_after or alike(said, block.text), f"printed:\n{said}"
         else:
             for command, expected in commands(block.text):
                 said = self.command(command)
@@ -200,7 +209,7 @@ WITH_CODE = [
 def test_code_of_the_page_works(name: str) -> None:
     page = Page(name)
     for block in blocks((ROOT / name).read_text(encoding="utf-8")):
-        if block.language in EXECUTED and block.mark is None:
+        if block.language in EXECUTED | {"text"} and block.mark is None:
             try:
                 page.run(block)
             except Exception as error:
@@ -266,6 +275,15 @@ def test_wrong_blocks_are_found(text: str) -> None:
 def test_a_mark_stands_right_before_its_block() -> None:
     text = "<!-- not executed: it takes hours -->\n```console\nsleep 9999\n```\n"
     assert [bool(block.mark) for block in blocks(text + "\n" + text[38:])] == [True, False]
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_python_prints_is_compared() -> None:
+    page, text = Page("prints"), "```python\nprint(1)\n```\n\nprints\n\n```text\n2\n```\n"
+    code, shown = blocks(text)
+    page.run(code)
+    with pytest.raises(AssertionError, match="printed"):
+        page.run(shown)
 
 
 @pytest.mark.usefixtures("folder")

@@ -10,8 +10,10 @@ import msgspec
 import pytest
 
 import fairvar
+from fairvar.deploy.guard import FederationSettings
 from fairvar.methods import BUILT_IN
 from fairvar.runs.config import INNER, PARTITIONS, Config
+from fairvar.runs.plan import SweepSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,6 +35,7 @@ def test_every_key_is_there(reference: str) -> None:
     for field in msgspec.structs.fields(Config):
         if isinstance(field.default, msgspec.Struct) and field.name not in ("partition", "method"):
             kinds[f"[{field.name}]"] = type(field.default)
+    kinds |= {"[sweep]": SweepSettings, "[federation]": FederationSettings}
     assert {"[data]", "[model]", "[train]", "[evaluate]", "[select]"} <= kinds.keys()
     for head, kind in kinds.items():
         for field in msgspec.structs.fields(kind):

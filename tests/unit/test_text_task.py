@@ -1,4 +1,4 @@
-"""The text task: reader, models by name, sweep file, and the code of docs/tasks.md."""
+"""The text task: reader, models by name, sweep file, example."""
 
 from __future__ import annotations
 
@@ -177,10 +177,3 @@ def test_the_example_runs(real: Path, capsys, monkeypatch: pytest.MonkeyPatch) -
     said = capsys.readouterr().out
     assert "99 clients" in said
     assert len(re.findall(r"accuracy: mean 0\.\d+, worst role 0\.\d+", said)) == 3
-
-
-def test_the_code_of_the_page_runs() -> None:
-    page = (ROOT / "docs" / "tasks.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 4
-    exec("\n".join(blocks), {"__name__": "page"})

@@ -17,7 +17,9 @@ Threads = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 
 
 class LrSchedule(Checked, frozen=True):
-    """The learning rate of round t of T is lr · factor(t, T), with w = warm_up:
+    """How the learning rate changes over the rounds.
+
+    In round t of T it is lr · factor(t, T), with w = warm_up:
 
         t < w      (t + 1) / w
         constant   1
@@ -104,11 +106,11 @@ class EvaluateSettings(Checked, frozen=True, kw_only=True):
 
     __where__: ClassVar[str | None] = "evaluate"
 
-    every: Count = 10
-    splits: tuple[Literal["train", "valid", "test"], ...] = ("valid", "test")  # on which
+    every: Count = 10  # after every so many rounds, and after the last
+    splits: tuple[Literal["train", "valid", "test"], ...] = ("valid", "test")  # of which data
     local: bool = True  # evaluate local models as well as the global one
-    # Of each client: a name, "package.module:metric" or, in Python, a function or Metric. None: the
-    # accuracy of labels, the loss where there are none.
+    # What clients are scored by: a name, "package.module:metric" or, in Python, a function or
+    # Metric. By default the accuracy of labels, and the loss where there are none.
     metric: Any = None
 
     def check(self) -> None:

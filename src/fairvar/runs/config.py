@@ -68,6 +68,8 @@ class DataConfig(Checked, frozen=True, kw_only=True):
 
 
 class ModelConfig(Checked, frozen=True, kw_only=True):
+    """The model, its loss and the parameters that it starts from."""
+
     __where__: ClassVar[str | None] = "model"
 
     name: str = "multinomial"  # by name, or package.module:function, which returns an nn.Module

@@ -49,23 +49,22 @@ Options = dict[str, Any]
 
 
 class SweepSettings(Checked, frozen=True, kw_only=True):
-    """The lists of a grid. Each method uses those that it has: `strength` is λ of FairLoss, γ of
-    FairGrad and q of q-FFL; AFL has `step`, AAggFF has `cdf`. `[sweep.method.NAME]` replaces lists
-    for one method, or fixes any of its options. A star marks the exact variant ("fairgrad*").
-    Among `methods`, "paper" stands for the paper's eight, "extended" for all further ones, and
-    "all" for both. `grid` has lists for any other key, such as `"train.batch_size" = [32, 64]`;
-    `"method.KEY"` is for the methods that have this option."""
+    """The lists of a grid. Each method uses those that it has. A star marks the exact variant
+    ("fairgrad*"). Among `methods`, "paper" stands for the paper's eight, "extended" for all further
+    ones, and "all" for both. In `grid`, `"method.KEY"` is for the methods that have this option."""
 
     __where__: ClassVar[str | None] = "sweep"
 
-    methods: tuple[str, ...] = PAPER_METHODS
-    seeds: Count | tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = 5
-    lr: tuple[Positive, ...] = (0.1,)
-    strength: tuple[NonNegative, ...] = (0.1,)
-    step: tuple[Positive, ...] = (0.1,)
-    cdf: tuple[str, ...] = ("logistic",)
-    alpha: tuple[Positive, ...] = ()
+    methods: tuple[str, ...] = PAPER_METHODS  # or "paper", "extended", "all"
+    seeds: Count | tuple[Annotated[int, msgspec.Meta(ge=0)], ...] = 5  # how many, or which
+    lr: tuple[Positive, ...] = (0.1,)  # learning rates, for all methods
+    strength: tuple[NonNegative, ...] = (0.1,)  # λ of FairLoss, γ of FairGrad, q of q-FFL
+    step: tuple[Positive, ...] = (0.1,)  # of AFL
+    cdf: tuple[str, ...] = ("logistic",)  # of AAggFF
+    alpha: tuple[Positive, ...] = ()  # partitions; by default that of [partition]
+    # [sweep.method.NAME] has other lists, or fixed options, for one method.
     method: dict[str, Options] = msgspec.field(default_factory=dict)
+    # [sweep.grid] has lists for any other key.
     grid: dict[str, list[Any]] = msgspec.field(default_factory=dict)
 
     def check(self) -> None:

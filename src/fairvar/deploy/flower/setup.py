@@ -77,8 +77,8 @@ class PrivacySettings(Checked, frozen=True, kw_only=True):
 
     __where__: ClassVar[str | None] = "privacy"
 
-    clipping_norm: Positive
-    noise_multiplier: NonNegative = 1.0
+    clipping_norm: Positive  # the largest norm of an update
+    noise_multiplier: NonNegative = 1.0  # sd of the noise in the sum, in clipping norms
     delta: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None  # of (ε, δ); None: no ε
 
     def check(self) -> None:
@@ -87,6 +87,8 @@ class PrivacySettings(Checked, frozen=True, kw_only=True):
 
 
 class SecureSettings(Checked, frozen=True, kw_only=True):
+    """Secure aggregation, with Flower's SecAgg+."""
+
     __where__: ClassVar[str | None] = "secure"
 
     clipping_range: Positive = 8.0  # largest absolute value in a client's terms of the sums
