@@ -21,11 +21,12 @@ from fairvar._version import __version__
 from fairvar.common.process import progress, stop_signals
 from fairvar.data.federation import Federation
 from fairvar.data.fetch import fetch
+from fairvar.engine import keys
 from fairvar.engine.train import train
 from fairvar.methods import FairGrad, catalogue
 from fairvar.report import compare, files, report_in_python, result_tables, style
 from fairvar.report.table import MISSING, UNDEFINED, Estimate, to_rich
-from fairvar.runs import archive, config, formats, identity, own, plan, results, runner, select
+from fairvar.runs import archive, config, formats, own, plan, results, runner, select
 from fairvar.scores import ACCURACY, recorded_metric
 
 from fairvar.runs import experiments, stored, verify, sweep  # isort: skip

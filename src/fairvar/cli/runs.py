@@ -109,7 +109,7 @@ def run(
     """
     lib.load_plugin(plugin)
     settings = lib.config.Config.load(config, overrides)
-    mark = lib.identity.fingerprint(settings)
+    mark = lib.keys.fingerprint(settings)
     if dry and json:
         return print_json({"config": settings.to_dict(), "fingerprint": mark})
     if dry:

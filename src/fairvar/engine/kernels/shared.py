@@ -178,7 +178,7 @@ class PooledPass:
                 )
                 return found
 
-            losses, back, buffers = vjp(sample_losses, model[0], has_aux=True)
+            losses, back, buffers = vjp(sample_losses, model[0], has_aux=True)  # type: ignore[misc]
             return (losses, buffers), [back(weight)[0] for weight in weights]
 
         weights = [c.to(run.dtype)[piece.place][:, None] * piece.share for c in coefficients]
