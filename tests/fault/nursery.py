@@ -241,11 +241,27 @@ def _log_computed(path: str) -> None:
     runner.compute = compute
 
 
-def _child(arguments: Sequence[str], fault: Mapping[str, Any], words: Path) -> None:
+def _start(arguments: Sequence[str], fault: Mapping[str, Any], folder: Path) -> int:
+    """Fork a child and wait until it has a session and output files of its own: on a busy machine
+    it could be killed before, and leave no output to read."""
+    sys.stdout.flush()
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(ready)
+        _child(arguments, fault, folder / f"words-{os.getpid()}", tell)
+    os.close(tell)
+    os.read(ready, 1)
+    os.close(ready)
+    return pid
+
+
+def _child(arguments: Sequence[str], fault: Mapping[str, Any], words: Path, tell: int) -> None:
     os.setsid()
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{words}.{name}", os.O_WRONLY | os.O_CREAT), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.close(tell)  # ends the parent's wait
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a job in the background ignores
         standard = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, standard)
@@ -304,13 +320,8 @@ def _serve(folder: Path) -> None:
     for line in sys.stdin:
         order, answer = json.loads(line), None
         if "start" in order:
-            sys.stdout.flush()
-            pid = os.fork()
-            if pid == 0:
-                words = folder / f"words-{os.getpid()}"
-                _child(order["start"], order["fault"], words)
+            answer = pid = _start(order["start"], order["fault"], folder)
             started[pid] = time.monotonic()
-            answer = pid
         elif "kill" in order:
             with suppress(ProcessLookupError):
                 _signal(order["kill"], order["number"], order["whole"], started)
