@@ -333,11 +333,12 @@ def test_runs_of_a_killed_node_continue_elsewhere(
     run_on_ray(alone, tmp_path / "there", nodes.address, lambda *_: None, seconds=0.5)
     thread.join()
     seen = notes(log)
-    (moved,) = {n["strength"] for n in seen if n["node"] == killed.node_id and n["round"] >= 10}
     last = max(i for i, n in enumerate(seen) if n["node"] == killed.node_id)
-    after = [n["round"] for n in seen[last:] if n["strength"] == moved]
+    moved = seen[last]["strength"]
+    # Every task, also the one that only writes files, asks for the method of round 1 first.
+    after = [n["round"] for n in seen[last:] if n["strength"] == moved and n["round"] > 1]
     assert after[-1] == 59
-    assert min(after) > 0  # from a checkpoint, not from the beginning
+    assert min(after) > 2  # from a checkpoint, not from the beginning
     assert files(tmp_path / "there") == here(cells, tmp_path / "here", batch=False)
 
 
