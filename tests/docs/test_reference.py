@@ -14,6 +14,7 @@ from fairvar.deploy.guard import FederationSettings
 from fairvar.methods import BUILT_IN
 from fairvar.runs.config import INNER, PARTITIONS, Config
 from fairvar.runs.plan import SweepSettings
+from fairvar.testing import CLAUSES
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,6 +86,12 @@ def test_every_method_has_a_page(kind: type[fairvar.Method]) -> None:
         assert said in page
     assert f"]({tag}.md)" in (METHODS / "index.md").read_text(encoding="utf-8")
     assert getattr(fairvar, kind.__name__) is kind
+
+
+def test_every_clause_of_the_contract_is_named() -> None:
+    page = (METHODS / "index.md").read_text(encoding="utf-8")
+    contract = page.partition("## The contract\n")[2].partition("\n## ")[0]
+    assert not [clause for clause in CLAUSES if f"`{clause}`" not in contract]
 
 
 def test_test_files_that_pages_name_exist() -> None:

@@ -232,6 +232,19 @@ def test_adafed_stays_where_no_common_direction_exists() -> None:
     assert float(weights(fv.AdaFed(), drawn(2, 4), 0 * loss).abs().max()) == 0
 
 
+@pytest.mark.parametrize("normalise", [False, True])
+def test_adafed_has_no_rates_for_losses_below_zero(normalise: bool) -> None:
+    """f^γ is not real, or of the wrong sign: the run must end as diverged, not stand still. γ = 0
+    does not look at the losses."""
+    updates, loss = drawn(3, 5), torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+    for gamma in (0.5, 1.0, 2.0):
+        assert bool(weights(fv.AdaFed(gamma, normalise), updates, loss).isnan().all())
+    unknown = torch.tensor([1.0, torch.nan, 2.0], dtype=torch.float64)
+    assert bool(weights(fv.AdaFed(1.0, normalise), updates, unknown).isnan().all())
+    found, expected = (weights(fv.AdaFed(0.0, normalise), updates, f) for f in (loss, loss.abs()))
+    assert torch.equal(found, expected)
+
+
 # -- runs that diverge -----------------------------------------------------------------------------
 @pytest.mark.parametrize("method", [fv.FedMGDA(), fv.FedFV(), fv.AdaFed()], ids=repr)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

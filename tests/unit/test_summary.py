@@ -93,6 +93,14 @@ def test_without_a_comparison() -> None:
     }  # fmt: skip
 
 
+def test_methods_that_are_reported_by_personal_models_are_named() -> None:
+    both = group(0.1, {"AFL": pair(), "Ditto": pair(accuracy=UP)})
+    both.results[2].reported = lambda model: "personal"
+    (name, sentences), _ = summary.summarise([both, both]).items()
+    assert name == "data, protocol boxes, the global model (Ditto: personal)"
+    assert sentences[1].startswith("Ditto is clearly ahead of FedAvg in mean accuracy")
+
+
 def test_clients_that_are_different_by_nature() -> None:
     sentences = said(group(None, {"AFL": pair(variance=DOWN)}, special=[1]))
     assert sentences[-1] == (

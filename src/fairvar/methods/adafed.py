@@ -46,12 +46,13 @@ class AdaFed(Method, frozen=True, tag="adafed"):
             squares = K.diagonal()
             length = torch.where(squares > 0, squares, 1.0).sqrt()
             K = K / torch.outer(length, length)
-        c = replies.loss**self.gamma
+        # Losses below zero have no rate: the run diverges instead of standing still or climbing.
+        c = torch.where(replies.loss >= 0, replies.loss, torch.nan) ** self.gamma
         finite = torch.isfinite(K).all()  # torch finds no eigenvalues of others
         solved = torch.linalg.pinv(torch.where(finite, K, 0.0), rtol=RANK, hermitian=True) @ c
         # Zero where c is orthogonal to all that the updates can do: no common direction exists.
-        attainable = c @ solved * K.diagonal().sum() > RANK * (c @ c)
-        return torch.where(attainable, solved / (c @ solved), 0.0) / length, memory
+        stuck = c @ solved * K.diagonal().sum() <= RANK * (c @ c)
+        return torch.where(stuck, 0.0, solved / (c @ solved)) / length, memory
 
     def normaliser(
         self, replies: Replies, squared_norm: Tensor, lr: float | Tensor

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from fairvar import scores
-from fairvar.report.compare import FEWEST_SEEDS, WHICH, data_title, paired
+from fairvar.report.compare import FEWEST_SEEDS, about, data_title, paired
 from fairvar.report.paired import Difference, Paired
 from fairvar.report.style import BASELINE
 from fairvar.runs.trials import Group
@@ -81,7 +81,8 @@ def _name(members: Sequence[Group]) -> str:
     first = members[0]
     deployed = "deployed, " * ("deployed" in first.kind)
     name = f"{data_title(first)}, {deployed}protocol {first.config.protocol}"
-    return f"{name}, {WHICH[first.criterion.model].split(' (')[0]}"
+    results = {r.label: r for group in members for r in group.results}
+    return f"{name}, the {about([*results.values()], first.criterion.model)}"
 
 
 def _about(members: Sequence[Group]) -> Iterator[str]:
