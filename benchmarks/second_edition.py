@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from fairvar.report.table import render
-from fairvar.runs.archive import condense
+from fairvar.runs.archive import ARCHIVE, condense
 from fairvar.runs.config import Config
 from fairvar.runs.experiments import sweep
 from fairvar.runs.formats import write_text
@@ -322,8 +322,10 @@ def restore(machine: Machine, out: Path) -> None:
 
 
 def verdicts(folders: Sequence[Path]) -> str:
-    """The ten sentences, our readings and the cells of the runs in these archives together."""
-    groups = gather(*folders)
+    """The ten sentences, our readings and the cells of the runs in these archives together. Studies
+    whose final runs are not all there are left out."""
+    folders = [folder for folder in folders if finished(folder.parent)]
+    groups = gather(*folders) if folders else []
     found = evidence_of(groups)
     for folder in folders:
         _add_tuning(found, folder.parent)
@@ -341,6 +343,20 @@ def verdicts(folders: Sequence[Path]) -> str:
             sentences_table(judge_apart(evidence), f"Our readings, {about}", [*notes, apart]),
         ]
     return "\n".join(render(table, "markdown") for table in tables)
+
+
+def finished(study: Path) -> bool:
+    """Whether all final runs of a study are in its archive; so is a folder that is no study."""
+    if study.name not in STUDIES:
+        return True
+    there, asked = 0, math.inf
+    if (study / "choices.json").is_file() and (study / "final" / ARCHIVE).is_file():
+        table = json.loads((study / "choices.json").read_text("utf-8"))
+        there = len(stored_runs(study / "final"))
+        asked = STUDIES[study.name].pairs * len(chosen(table))
+    if there < asked:
+        print(f"{study} is left out: {there} of {asked:g} final runs are there", file=sys.stderr)
+    return there >= asked
 
 
 def _add_tuning(found: dict[str, dict[Where, Evidence]], study: Path) -> None:
@@ -375,7 +391,7 @@ def main() -> None:
     one.add_argument("--earlier", type=Path, help="archives of earlier calls; OUT by default")
     one.add_argument("--tiny", action="store_true")
     two = commands.add_parser("sentences", help="verdicts of archives")
-    two.add_argument("folders", type=Path, nargs="+")
+    two.add_argument("folders", type=Path, nargs="*")
     a = parser.parse_args()
     if a.command == "sentences":
         print(verdicts(a.folders))

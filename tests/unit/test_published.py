@@ -16,7 +16,7 @@ from fairvar.runs.results import gather, stored_runs
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.trials import Summary
 from fairvar.runs.verify import check_files
-from second_edition import choices_text, chosen, key, score
+from second_edition import choices_text, chosen, finished, key, score
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted(path.parent for path in (ROOT / "results").rglob("runs.tar.xz"))
@@ -63,14 +63,18 @@ def squeezed(text: str) -> list[str]:
 
 @pytest.mark.slow
 def test_the_verdicts_come_out_again_and_stand_in_the_page() -> None:
-    """MNIST's rows are those of the second edition, CIFAR-10's of the first; else of the second."""
-    finals = [study / "final" for study in STUDIES]
-    made = {folder: verdicts(*given) for folder, given in
-            ((ROOT / "results", FIRST), (SECOND, finals))}  # fmt: skip
+    """A row is that of the second edition if something in it was measured, else the first's."""
+    made = {ROOT / "results": verdicts(*FIRST)}
+    if STUDIES:
+        made[SECOND] = verdicts(*(study / "final" for study in STUDIES))
     assert made == {folder: (folder / "sentences.md").read_text("utf-8") for folder in made}
-    first, second = (squeezed(text)[: 1 + 10 + 1 + 32 + 1 + 32] for text in made.values())
-    expected = [one if "CIFAR-10" in one.split("|")[1].replace("CIFAR-100", "") else two
-                for one, two in zip(first, second, strict=True)]  # fmt: skip
+    nothing = verdicts()
+    first, second, none = (
+        squeezed(text)[: 1 + 10 + 1 + 32 + 1 + 32]
+        for text in (made[ROOT / "results"], made.get(SECOND, nothing), nothing)
+    )
+    expected = [one if two == empty else two
+                for one, two, empty in zip(first, second, none, strict=True)]  # fmt: skip
     page = set(squeezed((ROOT / "docs" / "reproduction.md").read_text("utf-8")))
     assert [row for row in expected[1:] if row not in page] == []
 
@@ -90,7 +94,7 @@ def test_what_was_used_is_what_the_tuning_runs_say(study: Path) -> None:
         if not summary.diverged:
             assert score(summary, runs[0].config.select) == (row["score"], row["variance"])
     used = {key(run.config) for run in stored_runs(study / "final")}
-    assert used == chosen(table)
+    assert used == chosen(table) if finished(study) else used <= chosen(table)
     assert choices_text(table) == (study / "choices.md").read_text("utf-8")
 
 

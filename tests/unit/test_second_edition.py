@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import second_edition
 from fairvar.runs.select import Criterion, Curve
 from fairvar.runs.trials import Summary
 from second_edition import (
@@ -19,6 +20,7 @@ from second_edition import (
     choices_text,
     chosen,
     final_cells,
+    finished,
     key,
     score,
 )
@@ -80,3 +82,21 @@ def test_the_final_runs_use_what_was_chosen(tmp_path: Path) -> None:
     _add_tuning(found, tmp_path / "mnist-boxes")
     assert found["boxes"]["mnist", 0.1].diverged == {"AFL"}
     assert found["boxes"]["mnist", 0.1].tried == dict.fromkeys(first, 12)
+
+
+def test_a_study_counts_when_all_its_final_runs_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final = tmp_path / "mnist-boxes" / "final"
+    final.mkdir(parents=True)
+    (final / "runs.tar.xz").touch()
+    table = [{"rung": 3, "key": name, "goes on": True} for name in ("one", "two")]
+    (final.parent / "choices.json").write_text(json.dumps(table))
+    for there in (9, 10):  # of two configurations on five pairs
+        monkeypatch.setattr(second_edition, "stored_runs", lambda folder, n=there: range(n))
+        assert finished(final.parent) == (there == 10)
+    assert not finished(tmp_path / "cifar10-boxes")  # not begun
+    assert finished(tmp_path)  # no study
+    nothing = second_edition.verdicts([tmp_path / "cifar10-boxes" / "final"])
+    assert nothing == second_edition.verdicts([])
+    assert nothing.count("| not measured") > 10 * 2 + 32 * 8
