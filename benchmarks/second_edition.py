@@ -312,13 +312,15 @@ def run(name: str, study: Study, machine: Machine, out: Path) -> bool:
 
 
 def restore(machine: Machine, out: Path) -> None:
-    """Runs that came along in earlier archives count as finished."""
+    """Runs that came along in earlier archives count as finished. The class counts of their
+    partitions come along, too."""
     for part in ("pilot", "tuning", "final"):
-        if (out / part / "runs.tar.xz").is_file():
-            for stored in stored_runs(out / part):
-                target = machine.store / part / stored.folder.name
-                if not target.exists():
-                    shutil.copytree(stored.folder, target)
+        if (out / part / ARCHIVE).is_file():
+            folders = [stored.folder for stored in stored_runs(out / part)]
+            for folder in (*folders, folders[0].parent / "federations"):
+                target = machine.store / part / folder.name
+                if folder.is_dir() and not target.exists():
+                    shutil.copytree(folder, target)
 
 
 def verdicts(folders: Sequence[Path]) -> str:

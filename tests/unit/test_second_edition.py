@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,18 +12,24 @@ import numpy as np
 import pytest
 
 import second_edition
+from fairvar.runs.archive import condense
+from fairvar.runs.results import gather
+from fairvar.runs.runner import missing
 from fairvar.runs.select import Criterion, Curve
 from fairvar.runs.trials import Summary
 from second_edition import (
     STUDIES,
     SURVIVORS,
+    Machine,
     _add_tuning,
     choices_text,
     chosen,
     final_cells,
     finished,
     key,
+    restore,
     score,
+    tiny,
 )
 from sentences import Evidence
 
@@ -100,3 +107,18 @@ def test_a_study_counts_when_all_its_final_runs_are_there(
     nothing = second_edition.verdicts([tmp_path / "cifar10-boxes" / "final"])
     assert nothing == second_edition.verdicts([])
     assert nothing.count("| not measured") > 10 * 2 + 32 * 8
+
+
+def test_runs_of_earlier_archives_count_as_finished(tmp_path: Path) -> None:
+    """With the class counts of their partitions, so that the next archive has the same bytes."""
+    study = tiny(STUDIES["mnist-boxes"])
+    plan = study.plan(100, 2, 'sweep.methods=["fedavg"]')
+    first, again = (Machine(tmp_path / name, 1, math.inf) for name in ("first", "again"))
+    first.compute(plan.cells[:1], "final", "final")
+    before, after = tmp_path / "before", tmp_path / "after"
+    condense(gather(first.store / "final"), before / "final", everything=True)
+    restore(again, before)
+    assert missing(plan.cells[:1], again.store / "final") == []
+    condense(gather(again.store / "final"), after / "final", everything=True)
+    archives = [folder / "final" / "runs.tar.xz" for folder in (before, after)]
+    assert archives[0].read_bytes() == archives[1].read_bytes()
