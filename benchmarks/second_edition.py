@@ -62,6 +62,7 @@ SURVIVORS = (4, 2, 1)  # after each rung
 PILOT_RATES, PILOT_ROUNDS = (0.003, 0.01, 0.03, 0.1, 0.3), 50
 WEIGHTS = "mobilenet_v2/mobilenet_v2_imagenet.pth"
 WEIGHTS_SHA256 = "844c418e13c79ba1627dfade00a9ce51303e99dc7b963adff6596aeb357ad14b"
+SCRATCH = "_scratch"  # in the name of a study
 MODELS = {"boxes": "global", "tables": "local"}
 GRADIENT = "sweep.method.fairgrad{}.strength={}"
 IMAGES = ("sweep.method.afl.losses=batch", "sweep.method.qffl.losses=batch",
@@ -129,7 +130,7 @@ STUDIES = {
     "cifar10-boxes": CIFAR10,
     "cifar10-tables": replace(CIFAR10, protocol="tables", every=2, rungs=(10, 30, 100), rounds=100),
     "cifar100-boxes": CIFAR100,
-    "cifar100_scratch-boxes": replace(CIFAR100, weights=False),
+    f"cifar100{SCRATCH}-boxes": replace(CIFAR100, weights=False),
     "cifar100-tables": replace(CIFAR100, protocol="tables", every=2, rungs=(10, 30, 100),
                                rounds=100),
     "tiny_imagenet-boxes": TINY,
@@ -324,9 +325,8 @@ def restore(machine: Machine, out: Path) -> None:
 
 
 def verdicts(folders: Sequence[Path]) -> str:
-    """The ten sentences, our readings and the cells of the runs in these archives together. Studies
-    whose final runs are not all there are left out."""
-    folders = [folder for folder in folders if finished(folder.parent)]
+    """The ten sentences, our readings and the cells of the runs in these archives together."""
+    folders = counted(folders)
     groups = gather(*folders) if folders else []
     found = evidence_of(groups)
     for folder in folders:
@@ -345,6 +345,13 @@ def verdicts(folders: Sequence[Path]) -> str:
             sentences_table(judge_apart(evidence), f"Our readings, {about}", [*notes, apart]),
         ]
     return "\n".join(render(table, "markdown") for table in tables)
+
+
+def counted(folders: Sequence[Path]) -> list[Path]:
+    """The archives of finished studies; that of the model from scratch only alone, because it has
+    the pairs of the one with ImageNet weights, which the sentences are about."""
+    done = [folder for folder in folders if finished(folder.parent)]
+    return [f for f in done if len(done) == 1 or SCRATCH not in f.parent.name]
 
 
 def finished(study: Path) -> bool:
@@ -366,7 +373,7 @@ def _add_tuning(found: dict[str, dict[Where, Evidence]], study: Path) -> None:
     methods of which every one diverged, so that they have no final runs."""
     if not (study / "choices.json").is_file():
         return
-    data, _, protocol = study.name.rpartition("-")
+    data, _, protocol = study.name.replace(SCRATCH, "").rpartition("-")
     table = json.loads((study / "choices.json").read_text("utf-8"))
     last = max(row["rung"] for row in table)
     for alpha in {row["alpha"] for row in table}:

@@ -24,6 +24,7 @@ from second_edition import (
     _add_tuning,
     choices_text,
     chosen,
+    counted,
     final_cells,
     finished,
     key,
@@ -89,6 +90,9 @@ def test_the_final_runs_use_what_was_chosen(tmp_path: Path) -> None:
     _add_tuning(found, tmp_path / "mnist-boxes")
     assert found["boxes"]["mnist", 0.1].diverged == {"AFL"}
     assert found["boxes"]["mnist", 0.1].tried == dict.fromkeys(first, 12)
+    (tmp_path / "mnist-boxes").rename(tmp_path / "cifar100_scratch-boxes")
+    _add_tuning(found, tmp_path / "cifar100_scratch-boxes")
+    assert found["boxes"]["cifar100", 0.1].tried == dict.fromkeys(first, 12)
 
 
 def test_a_study_counts_when_all_its_final_runs_are_there(
@@ -104,6 +108,11 @@ def test_a_study_counts_when_all_its_final_runs_are_there(
         assert finished(final.parent) == (there == 10)
     assert not finished(tmp_path / "cifar10-boxes")  # not begun
     assert finished(tmp_path)  # no study
+    monkeypatch.setattr(second_edition, "finished", lambda study: study.name != "mnist-tables")
+    names = ("mnist-tables", "cifar100-boxes", "cifar100_scratch-boxes")
+    finals = [tmp_path / name / "final" for name in names]
+    assert [counted(finals), counted(finals[2:])] == [finals[1:2], finals[2:]]
+    monkeypatch.undo()
     nothing = second_edition.verdicts([tmp_path / "cifar10-boxes" / "final"])
     assert nothing == second_edition.verdicts([])
     assert nothing.count("| not measured") > 10 * 2 + 32 * 8
