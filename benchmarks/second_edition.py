@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from fairvar.report.table import render
-from fairvar.runs.archive import condense
+from fairvar.runs.archive import ARCHIVE, condense
 from fairvar.runs.config import Config
 from fairvar.runs.experiments import sweep
 from fairvar.runs.formats import write_text
@@ -62,6 +62,7 @@ SURVIVORS = (4, 2, 1)  # after each rung
 PILOT_RATES, PILOT_ROUNDS = (0.003, 0.01, 0.03, 0.1, 0.3), 50
 WEIGHTS = "mobilenet_v2/mobilenet_v2_imagenet.pth"
 WEIGHTS_SHA256 = "844c418e13c79ba1627dfade00a9ce51303e99dc7b963adff6596aeb357ad14b"
+SCRATCH = "_scratch"  # in the name of a study
 MODELS = {"boxes": "global", "tables": "local"}
 GRADIENT = "sweep.method.fairgrad{}.strength={}"
 IMAGES = ("sweep.method.afl.losses=batch", "sweep.method.qffl.losses=batch",
@@ -129,7 +130,7 @@ STUDIES = {
     "cifar10-boxes": CIFAR10,
     "cifar10-tables": replace(CIFAR10, protocol="tables", every=2, rungs=(10, 30, 100), rounds=100),
     "cifar100-boxes": CIFAR100,
-    "cifar100_scratch-boxes": replace(CIFAR100, weights=False),
+    f"cifar100{SCRATCH}-boxes": replace(CIFAR100, weights=False),
     "cifar100-tables": replace(CIFAR100, protocol="tables", every=2, rungs=(10, 30, 100),
                                rounds=100),
     "tiny_imagenet-boxes": TINY,
@@ -312,18 +313,21 @@ def run(name: str, study: Study, machine: Machine, out: Path) -> bool:
 
 
 def restore(machine: Machine, out: Path) -> None:
-    """Runs that came along in earlier archives count as finished."""
+    """Runs that came along in earlier archives count as finished. The class counts of their
+    partitions come along, too."""
     for part in ("pilot", "tuning", "final"):
-        if (out / part / "runs.tar.xz").is_file():
-            for stored in stored_runs(out / part):
-                target = machine.store / part / stored.folder.name
-                if not target.exists():
-                    shutil.copytree(stored.folder, target)
+        if (out / part / ARCHIVE).is_file():
+            folders = [stored.folder for stored in stored_runs(out / part)]
+            for folder in (*folders, folders[0].parent / "federations"):
+                target = machine.store / part / folder.name
+                if folder.is_dir() and not target.exists():
+                    shutil.copytree(folder, target)
 
 
 def verdicts(folders: Sequence[Path]) -> str:
     """The ten sentences, our readings and the cells of the runs in these archives together."""
-    groups = gather(*folders)
+    folders = counted(folders)
+    groups = gather(*folders) if folders else []
     found = evidence_of(groups)
     for folder in folders:
         _add_tuning(found, folder.parent)
@@ -343,12 +347,33 @@ def verdicts(folders: Sequence[Path]) -> str:
     return "\n".join(render(table, "markdown") for table in tables)
 
 
+def counted(folders: Sequence[Path]) -> list[Path]:
+    """The archives of finished studies; that of the model from scratch only alone, because it has
+    the pairs of the one with ImageNet weights, which the sentences are about."""
+    done = [folder for folder in folders if finished(folder.parent)]
+    return [f for f in done if len(done) == 1 or SCRATCH not in f.parent.name]
+
+
+def finished(study: Path) -> bool:
+    """Whether all final runs of a study are in its archive; so is a folder that is no study."""
+    if study.name not in STUDIES:
+        return True
+    there, asked = 0, math.inf
+    if (study / "choices.json").is_file() and (study / "final" / ARCHIVE).is_file():
+        table = json.loads((study / "choices.json").read_text("utf-8"))
+        there = len(stored_runs(study / "final"))
+        asked = STUDIES[study.name].pairs * len(chosen(table))
+    if there < asked:
+        print(f"{study} is left out: {there} of {asked:g} final runs are there", file=sys.stderr)
+    return there >= asked
+
+
 def _add_tuning(found: dict[str, dict[Where, Evidence]], study: Path) -> None:
     """What the table of choices adds to the final runs: how many configurations were tried, and the
     methods of which every one diverged, so that they have no final runs."""
     if not (study / "choices.json").is_file():
         return
-    data, _, protocol = study.name.rpartition("-")
+    data, _, protocol = study.name.replace(SCRATCH, "").rpartition("-")
     table = json.loads((study / "choices.json").read_text("utf-8"))
     last = max(row["rung"] for row in table)
     for alpha in {row["alpha"] for row in table}:
@@ -375,7 +400,7 @@ def main() -> None:
     one.add_argument("--earlier", type=Path, help="archives of earlier calls; OUT by default")
     one.add_argument("--tiny", action="store_true")
     two = commands.add_parser("sentences", help="verdicts of archives")
-    two.add_argument("folders", type=Path, nargs="+")
+    two.add_argument("folders", type=Path, nargs="*")
     a = parser.parse_args()
     if a.command == "sentences":
         print(verdicts(a.folders))

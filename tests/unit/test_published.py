@@ -16,7 +16,7 @@ from fairvar.runs.results import gather, stored_runs
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.trials import Summary
 from fairvar.runs.verify import check_files
-from second_edition import choices_text, chosen, key, score
+from second_edition import choices_text, chosen, finished, key, score
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted(path.parent for path in (ROOT / "results").rglob("runs.tar.xz"))
@@ -61,16 +61,20 @@ def squeezed(text: str) -> list[str]:
     return [re.sub(r" {2,}", " ", line) for line in text.splitlines() if line.startswith("| ")]
 
 
+def merged(first: str, second: str) -> str:
+    """A row of the second edition; cells that it has not measured are those of the first."""
+    pairs = zip(first.split("|"), second.split("|"), strict=True)
+    return "|".join(one if two == " not measured " else two for one, two in pairs)
+
+
 @pytest.mark.slow
 def test_the_verdicts_come_out_again_and_stand_in_the_page() -> None:
-    """MNIST's rows are those of the second edition, CIFAR-10's of the first; else of the second."""
-    finals = [study / "final" for study in STUDIES]
-    made = {folder: verdicts(*given) for folder, given in
-            ((ROOT / "results", FIRST), (SECOND, finals))}  # fmt: skip
+    made = {ROOT / "results": verdicts(*FIRST)}
+    if finals := [study / "final" for study in STUDIES if finished(study)]:
+        made[SECOND] = verdicts(*finals)
     assert made == {folder: (folder / "sentences.md").read_text("utf-8") for folder in made}
-    first, second = (squeezed(text)[: 1 + 10 + 1 + 32 + 1 + 32] for text in made.values())
-    expected = [one if "CIFAR-10" in one.split("|")[1].replace("CIFAR-100", "") else two
-                for one, two in zip(first, second, strict=True)]  # fmt: skip
+    tables = [squeezed(text)[: 1 + 10 + 1 + 32 + 1 + 32] for text in made.values()]
+    expected = list(map(merged, tables[0], tables[-1]))
     page = set(squeezed((ROOT / "docs" / "reproduction.md").read_text("utf-8")))
     assert [row for row in expected[1:] if row not in page] == []
 
@@ -90,7 +94,7 @@ def test_what_was_used_is_what_the_tuning_runs_say(study: Path) -> None:
         if not summary.diverged:
             assert score(summary, runs[0].config.select) == (row["score"], row["variance"])
     used = {key(run.config) for run in stored_runs(study / "final")}
-    assert used == chosen(table)
+    assert used == chosen(table) if finished(study) else used <= chosen(table)
     assert choices_text(table) == (study / "choices.md").read_text("utf-8")
 
 

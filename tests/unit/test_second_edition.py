@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +11,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import second_edition
+from fairvar.runs.archive import condense
+from fairvar.runs.results import gather
+from fairvar.runs.runner import missing
 from fairvar.runs.select import Criterion, Curve
 from fairvar.runs.trials import Summary
 from second_edition import (
     STUDIES,
     SURVIVORS,
+    Machine,
     _add_tuning,
     choices_text,
     chosen,
+    counted,
     final_cells,
+    finished,
     key,
+    restore,
     score,
+    tiny,
 )
 from sentences import Evidence
 
@@ -80,3 +90,44 @@ def test_the_final_runs_use_what_was_chosen(tmp_path: Path) -> None:
     _add_tuning(found, tmp_path / "mnist-boxes")
     assert found["boxes"]["mnist", 0.1].diverged == {"AFL"}
     assert found["boxes"]["mnist", 0.1].tried == dict.fromkeys(first, 12)
+    (tmp_path / "mnist-boxes").rename(tmp_path / "cifar100_scratch-boxes")
+    _add_tuning(found, tmp_path / "cifar100_scratch-boxes")
+    assert found["boxes"]["cifar100", 0.1].tried == dict.fromkeys(first, 12)
+
+
+def test_a_study_counts_when_all_its_final_runs_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    final = tmp_path / "mnist-boxes" / "final"
+    final.mkdir(parents=True)
+    (final / "runs.tar.xz").touch()
+    table = [{"rung": 3, "key": name, "goes on": True} for name in ("one", "two")]
+    (final.parent / "choices.json").write_text(json.dumps(table))
+    for there in (9, 10):  # of two configurations on five pairs
+        monkeypatch.setattr(second_edition, "stored_runs", lambda folder, n=there: range(n))
+        assert finished(final.parent) == (there == 10)
+    assert not finished(tmp_path / "cifar10-boxes")  # not begun
+    assert finished(tmp_path)  # no study
+    monkeypatch.setattr(second_edition, "finished", lambda study: study.name != "mnist-tables")
+    names = ("mnist-tables", "cifar100-boxes", "cifar100_scratch-boxes")
+    finals = [tmp_path / name / "final" for name in names]
+    assert [counted(finals), counted(finals[2:])] == [finals[1:2], finals[2:]]
+    monkeypatch.undo()
+    nothing = second_edition.verdicts([tmp_path / "cifar10-boxes" / "final"])
+    assert nothing == second_edition.verdicts([])
+    assert nothing.count("| not measured") > 10 * 2 + 32 * 8
+
+
+def test_runs_of_earlier_archives_count_as_finished(tmp_path: Path) -> None:
+    """With the class counts of their partitions, so that the next archive has the same bytes."""
+    study = tiny(STUDIES["mnist-boxes"])
+    plan = study.plan(100, 2, 'sweep.methods=["fedavg"]')
+    first, again = (Machine(tmp_path / name, 1, math.inf) for name in ("first", "again"))
+    first.compute(plan.cells[:1], "final", "final")
+    before, after = tmp_path / "before", tmp_path / "after"
+    condense(gather(first.store / "final"), before / "final", everything=True)
+    restore(again, before)
+    assert missing(plan.cells[:1], again.store / "final") == []
+    condense(gather(again.store / "final"), after / "final", everything=True)
+    archives = [folder / "final" / "runs.tar.xz" for folder in (before, after)]
+    assert archives[0].read_bytes() == archives[1].read_bytes()
