@@ -18,13 +18,11 @@ def tree_map(function: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree
     return {name: function(leaf, *(o[name] for o in others)) for name, leaf in tree.items()}
 
 
-def map_inputs(function: Callable[[Tensor], Any], inputs: Inputs) -> Any:
-    """The function of one tensor, or of each of several in their tuple or dict."""
-    if isinstance(inputs, Tensor):
-        return function(inputs)
+def map_inputs(function: Callable[[Any], Any], inputs: Any) -> Any:
+    """The function of one tensor (or array), or of each of several in their tuple or dict."""
     if isinstance(inputs, dict):
         return {name: function(part) for name, part in inputs.items()}
-    return tuple(function(part) for part in inputs)
+    return tuple(map(function, inputs)) if isinstance(inputs, tuple) else function(inputs)
 
 
 def input_parts(inputs: Inputs) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from fairvar.common.files import (
     unpack_files,
 )
 from fairvar.common.tree import Tree
-from fairvar.engine.history import History
+from fairvar.engine.history import History, sizes_of
 from fairvar.engine.keys import Identity, fingerprint
 from fairvar.engine.state import State, no_state
 from fairvar.errors import BadInput, IntegrityError, shown
@@ -349,7 +349,7 @@ def _check_same_history(run: StoredRun, history: History) -> None:
     last = int(history.evaluated[-1]) if len(history.evaluated) else 0
     diverged = facts["diverged_at"]  # the last evaluation is missing if the run diverged
     whole = rounds if diverged is None else min(last, diverged, rounds - 1)
-    samples = {split: counts.tolist() for split, counts in history.samples.items()}
+    samples = sizes_of(history)
     recorded = facts["passport"]
     sizes = recorded.get("split_answers") or recorded.get("split_sizes") or samples
     if run.deployed is not None:  # clients that never reported their sizes have 0

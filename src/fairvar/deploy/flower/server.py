@@ -7,13 +7,11 @@ if the ServerApp fails, so the reason of a failure is in failed.txt in the run's
 
 from __future__ import annotations
 
-import csv
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +35,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from fairvar.common.files import csv_text
 from fairvar.common.tree import size
 from fairvar.data.fetch import file_digest
 from fairvar.deploy.client import sends_loss
@@ -184,12 +183,9 @@ def _store(setup: Setup, folder: Path, history: History, notes: Notes) -> None:
 
 def _csv(rows: Sequence[tuple[Any, ...]], fields: Sequence[str]) -> bytes:
     """A table with one row per record; lists are separated by spaces."""
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(fields)
-    for row in rows:
-        writer.writerow([" ".join(map(str, v)) if isinstance(v, list | tuple) else v for v in row])
-    return text.getvalue().encode()
+    lines = ([" ".join(map(str, v)) if isinstance(v, list | tuple) else v for v in row]
+             for row in rows)  # fmt: skip
+    return csv_text([fields, *lines]).encode()
 
 
 # -- the log: a line for each round, and the scores at the end -------------------------------------
@@ -257,8 +253,7 @@ def _print_columns(rows: Sequence[Sequence[str]]) -> None:
     Console(width=WIDTH, highlight=False).print(table)
 
 
-# -- identity and start of the run
-# ------------------------------------------------------------------
+# -- identity and start of the run -----------------------------------------------------------------
 def folder_of(setup: Setup) -> Path:
     """The name of a simulated run's folder, followed by "-flower"."""
     return setup.out / _identity(setup).name

@@ -272,8 +272,8 @@ class Dual:
             layout = self.layout(split.counts.tolist())
             offsets = torch.tensor(split.offsets[:-1], device=layout.client.device)
             rows = (offsets[layout.client] + layout.position).clamp(max=len(split.y) - 1)
-            as_they_lie = layout.back is None and layout.real is None
-            self.splits[name] = self.batch(split, layout, None if as_they_lie else rows)
+            in_order = layout.back is None and layout.real is None
+            self.splits[name] = self.batch(split, layout, None if in_order else rows)
         return self.splits[name]
 
     def layout(self, lengths: list[int]) -> Layout:
