@@ -337,64 +337,84 @@ def on_device(federation: Federation, device: torch.device, dtype: torch.dtype) 
 
 def choose_path(run: Run, engine: str) -> str:
     """The fastest path that computes this method with this amount of local work."""
-    method, task = run.method, run.task
     if engine == "reference":
         return "reference"
     if engine == "linear" and not run.participation.everyone:
         raise BadInput('engine="linear" trains all clients; to train some of them use "auto"')
-    if task.loop_only:
-        if engine == "auto":
-            reasons = "; ".join(task.loop_only)
-            warnings.warn(
-                f"clients are trained one after another: the model {reasons}", stacklevel=2
-            )
-            return "reference"
-        raise BadInput(f"engine={engine!r} cannot run this model: " + "; ".join(task.loop_only))
-    norms = method.uses_norms or run.clip_norm is not None or method.penalty_bound is not None
-    needs = [
-        (not run.schedule.one_step, "several local steps"),
-        (method.uses_curvature, "curvature"),
-        (method.uses_norms, "norms of client updates"),
-        (method.uses_gram, "products of client updates"),
-        (run.clip_norm is not None, "clip_norm"),
-        (method.penalty_bound is not None, "a bound on the penalty"),
-        (method.averages_gradients, "a moving average of gradients"),
-        (task.moving_buffers, "buffers that change in training"),
-    ]
-    found = [why for applies, why in needs if applies]
-    bends = method.uses_curvature and not norms and task.reverse_over_forward
-    blockable = run.schedule.one_step and not task.moving_buffers and not method.uses_gram
-    blockable &= bends or not method.uses_curvature
-    blockable &= not (run.weight_decay and method.uses_norms) and method.broadcasts_means
-    if engine == "pooled" and found:
-        raise BadInput(f'engine="pooled" cannot do {" and ".join(found)}; use "auto"')
-    if engine == "blocked" and not blockable:
-        found += ["weight_decay"] if run.weight_decay else []
-        found += [] if method.broadcasts_means else ["averages that are no plain means"]
-        raise BadInput(f'engine="blocked" cannot do {" and ".join(found)}; use "auto"')
-    affine = is_affine(task, run.federation.train.x)
+    if run.task.loop_only:
+        reasons = "; ".join(run.task.loop_only)
+        if engine != "auto":
+            raise BadInput(f"engine={engine!r} cannot run this model: {reasons}")
+        warnings.warn(f"clients are trained one after another: the model {reasons}", stacklevel=2)
+        return "reference"
+    affine = is_affine(run.task, run.federation.train.x)
     if engine == "linear" and not affine:
         raise BadInput('engine="linear" is for linear models with a known loss; use "auto"')
-    beyond = [
-        (method.uses_gram, "products of client updates"),
-        (not method.broadcasts_means, "averages that are no plain means"),
-        (method.averages_gradients, "a moving average of gradients"),
-        (method.penalises_some, "a penalty on some parameters"),
-        (run.weight_decay > 0, "weight_decay"),
-    ]
-    not_dual = [why for applies, why in beyond if applies]
-    if engine == "linear" and not_dual:
-        raise BadInput(f'engine="linear" cannot do {" and ".join(not_dual)}; use "auto"')
+    beyond = {"pooled": _beyond_pooled(run), "blocked": _beyond_blocked(run),
+              "linear": _beyond_linear(run)}  # fmt: skip
+    if found := beyond.get(engine):
+        raise BadInput(f'engine="{engine}" cannot do {" and ".join(found)}; use "auto"')
     if engine != "auto":
         return engine
-    dual = affine and run.participation.everyone and not not_dual
-    if dual and (not found or grams_pay(run)):
+    dual = affine and run.participation.everyone and not beyond["linear"]
+    if dual and (not beyond["pooled"] or grams_pay(run)):
         return "linear"
-    if not found:
+    if not beyond["pooled"]:
         return "pooled"
     x, lengths = one_input(run.federation.train.x), run.participation.largest(run.schedule.lengths)
-    fits = blockable and fits_blocked(task, x, lengths, run.block)
+    fits = not beyond["blocked"] and fits_blocked(run.task, x, lengths, run.block)
     return "blocked" if fits else "vmapped"
+
+
+def _beyond_pooled(run: Run) -> list[str]:
+    """What this run needs and one weighted backward pass does not compute."""
+    method = run.method
+    return _norms(run) + _named(
+        ("several local steps", not run.schedule.one_step),
+        ("curvature", method.uses_curvature),
+        ("products of client updates", method.uses_gram),
+        ("a moving average of gradients", method.averages_gradients),
+        ("buffers that change in training", run.task.moving_buffers),
+    )
+
+
+def _beyond_blocked(run: Run) -> list[str]:
+    """What one step from shared parameters with client gradients does not compute."""
+    method, norms = run.method, _norms(run)
+    return _named(
+        ("several local steps", not run.schedule.one_step),
+        (" and ".join(["curvature", *norms]), method.uses_curvature and bool(norms)),
+        ("curvature of this model", method.uses_curvature and not run.task.reverse_over_forward),
+        ("products of client updates", method.uses_gram),
+        ("buffers that change in training", run.task.moving_buffers),
+        ("weight_decay with norms", run.weight_decay > 0 and method.uses_norms),
+        ("averages that are no plain means", not method.broadcasts_means),
+    )
+
+
+def _norms(run: Run) -> list[str]:
+    """What needs the norm of every client's update or direction."""
+    return _named(
+        ("norms of client updates", run.method.uses_norms),
+        ("clip_norm", run.clip_norm is not None),
+        ("a bound on the penalty", run.method.penalty_bound is not None),
+    )
+
+
+def _beyond_linear(run: Run) -> list[str]:
+    """What the dual form does not compute."""
+    method = run.method
+    return _named(
+        ("products of client updates", method.uses_gram),
+        ("averages that are no plain means", not method.broadcasts_means),
+        ("a moving average of gradients", method.averages_gradients),
+        ("a penalty on some parameters", method.penalises_some),
+        ("weight_decay", run.weight_decay > 0),
+    )
+
+
+def _named(*needs: tuple[str, bool]) -> list[str]:
+    return [name for name, needed in needs if needed]
 
 
 def _make_run(task: Task, data: Federation, method: Method, settings: TrainSettings) -> Run:

@@ -121,11 +121,7 @@ def run_on_ray(
     todo = [part for group in groups for part in parts_to_do(group, out)]
     if not todo:
         return
-    try:
-        ray.init(address=address, log_to_driver=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise BadInput(f"cannot use Ray at {address}: {cause(error)}; is the cluster up, and does "
-                       "it ask for a token (RAY_AUTH_MODE)?") from None  # fmt: skip
+    _connect(ray, address)
     with ExitStack() as held:
         held.callback(ray.shutdown)
         asked = held.enter_context(stop_signals())  # ray.init replaces the handler of SIGTERM
@@ -229,6 +225,14 @@ def _import_ray(address: str) -> Any:
     except ImportError:
         raise BadInput('--ray needs Ray: pip install "fairvar[ray]"') from None
     return ray
+
+
+def _connect(ray: Any, address: str) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise BadInput(f"cannot use Ray at {address}: {cause(error)}; is the cluster up, and does "
+                       "it ask for a token (RAY_AUTH_MODE)?") from None  # fmt: skip
 
 
 def _room(nodes: Sequence[Mapping[str, Any]], needs: Mapping[str, float]) -> int:

@@ -315,10 +315,7 @@ def blocked_round(run: Run, state: State, t: int) -> Outcome:
         a, g = run.share @ loss, fresh
     own, shared = server.coefficients(loss, a)
     if method.penalty_bound is not None:
-        penalty = _direction_norms(gradient, g, own - 1, shared).clamp(min=0)
-        squares = squared_norm(gradient, batched=True).double()
-        s = shortening(penalty, squares, method.penalty_bound)
-        own, shared = shortened(own, s), s * shared
+        own, shared = _within_bound(method.penalty_bound, gradient, g, own, shared)
 
     norms = torch.zeros_like(own)
     kept = weights  # of each client's direction, after clipping
@@ -404,6 +401,15 @@ def _direction_norms(gradient: Tree, g: Tree | None, own: Tensor, shared: Tensor
         return squares
     along = sum((gradient[name].flatten(1) @ leaf.flatten()).double() for name, leaf in g.items())
     return squares + 2 * own * shared * along + shared**2 * squared_norm(g).double()
+
+
+def _within_bound(
+    bound: float | Tensor, gradient: Tree, g: Tree | None, own: Tensor, shared: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The factors with every penalty d_i − ∇f_i no longer than bound · ‖∇f_i‖."""
+    penalty = _direction_norms(gradient, g, own - 1, shared).clamp(min=0)
+    s = shortening(penalty, squared_norm(gradient, batched=True).double(), bound)
+    return shortened(own, s), s * shared
 
 
 def _weighted_curvature(

@@ -238,17 +238,7 @@ def train_stacked(
             calls = _calls(models.active, len(order), run.device)
         models.step(calls, partial(step, number, False))
     params, buffers, _ = models.whole()
-    first = (
-        shown[0]
-        if len(shown) == 1
-        else _Step(
-            {},
-            concatenate([part.gradient for part in shown]),
-            {},
-            torch.cat([part.loss for part in shown]),
-            torch.cat([part.own for part in shown]),
-        )
-    )
+    first = _of_all_calls(shown)
     return Trained(run.ids[places], params, buffers, first.loss, first.gradient, first.own)
 
 
@@ -334,6 +324,15 @@ class _Step(NamedTuple):  # a tuple, because vmap maps over tuples
     buffers: Tree
     loss: Tensor
     own: Tensor
+
+
+def _of_all_calls(parts: list[_Step]) -> _Step:
+    """Gradients, losses and factors of the clients of several calls."""
+    if len(parts) == 1:
+        return parts[0]
+    gradient = concatenate([part.gradient for part in parts])
+    loss, own = (torch.cat([getattr(part, name) for part in parts]) for name in ("loss", "own"))
+    return _Step({}, gradient, {}, loss, own)
 
 
 def _compiled_step(
