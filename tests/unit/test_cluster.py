@@ -296,7 +296,7 @@ def test_on_a_local_ray(tmp_path: Path) -> None:
 def test_plugin_and_data_go_along_and_tasks_take_their_share(
     cluster: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the second node has a GPU, as far as Ray knows, so it computes all."""
+    """Only the second node has a GPU in Ray's list, so it computes all."""
     nodes = cluster({"num_cpus": 1}, {"num_cpus": 1, "num_gpus": 1})
     _, log = noting(tmp_path, 0.0, monkeypatch)
     cells, quiet = noted_cells(), lambda *_: None

@@ -244,7 +244,7 @@ def sparse() -> bytes:
 
 
 def large_dictionary(content: bytes) -> bytes:
-    """The header of the first block asks for all the memory that the format knows."""
+    """The header of the first block requests the most memory that the format has."""
     head = bytearray(content[12 : 12 + 4 * (content[12] + 1)])
     assert head[2:4] == b"\x21\x01"  # LZMA2 and the length of its one property
     head[4] = 40

@@ -250,7 +250,7 @@ def test_one_client_of_a_single_run(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_clients_with_one_test_sample_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Noise and spread cannot be told apart: neither floor nor corrected variance."""
+    """Noise and spread cannot be separated: neither floor nor corrected variance."""
     few = {"samples": 30, "clients": 6, "split": [0.6, 0.2, 0.2]}
     folder = swept(tmp_path, data=few, partition={"name": "iid"})
     (group,) = gather(folder)

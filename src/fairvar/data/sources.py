@@ -1,4 +1,4 @@
-"""The data sets that are read from files: what they are, where they lie, how they are scaled.
+"""The data sets that are read from files: what they are, where they are found, how they are scaled.
 
 What is slow to decode is kept in the cache, with its SHA-256 in a second file. A damaged one is
 decoded again, and a cache that cannot be written costs time only; both print one line on the
@@ -46,7 +46,7 @@ RESEARCH = "published for research, no explicit licence; cite "
 
 @dataclass(frozen=True)
 class Source:
-    """A data set of files. `folders`: where under a folder of data sets it may lie."""
+    """A data set of files. `folders`: where below a folder of data sets it may be."""
 
     title: str
     layouts: tuple[Layout, ...]
@@ -162,7 +162,7 @@ def _provenance(source: Source, samples: Samples) -> str:
 
 
 def _places(name: str, root: Root) -> Iterator[Path]:
-    """Where a set may lie: below the given root only, or below the usual two folders."""
+    """Where a set may be: below the given root only, or below the usual two folders."""
     folders = SOURCES[name].folders
     bases = [Path(b).expanduser() for b in (os.environ.get("FAIRVAR_DATA"), datasets_dir()) if b]
     if root is not None:

@@ -53,7 +53,7 @@ from fairvar.runs.runner import (
 from fairvar.runs.sweep import MOST_RESTARTS, failure_of
 
 SECONDS = 60.0  # that a task computes before it returns a checkpoint
-MOST_SENT = 1 << 30  # bytes of data and weights; more must lie on the nodes
+MOST_SENT = 1 << 30  # bytes of data and weights; more must be on the nodes
 Files = dict[str, bytes]  # by path below a folder
 
 

@@ -30,7 +30,7 @@ from fairvar.common.files import MOST_ARCHIVE, open_regular, read_bytes, walk
 from fairvar.data.dataset import update_digest
 from fairvar.errors import BadInput, FairvarError, IntegrityError, cause
 
-PIECE = 1 << 16  # the most bytes of one read: headers in archives may lie about their lengths
+PIECE = 1 << 16  # the most bytes of one read: headers in archives may claim wrong lengths
 MOST_ENTRIES = 150_000  # of an archive
 MOST_HEADERS = 16 << 20  # bytes of a tar's long headers, which are slow to read
 MOST_TABLE_BYTES = 24 << 20  # of the table of a zip
@@ -67,7 +67,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Layout:
-    """One form in which a data set may lie in a folder."""
+    """One form that the files of a data set may have."""
 
     match: Callable[[Path], list[Path]]  # the files at a path that have this form, or none
     read: Callable[[Sequence[Path]], Samples]
