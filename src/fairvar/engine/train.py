@@ -335,6 +335,41 @@ def on_device(federation: Federation, device: torch.device, dtype: torch.dtype) 
     return federation.to(device, dtype)
 
 
+NORMS = ("norms of client updates", "clip_norm", "a bound on the penalty")
+BEYOND = {  # what a path cannot compute; vmapped computes all of it
+    "pooled": ("several local steps", "curvature", *NORMS, "products of client updates",
+               "a moving average of gradients", "buffers that change in training"),
+    "blocked": ("several local steps", *(f"curvature and {name}" for name in NORMS),
+                "curvature of this model", "products of client updates",
+                "buffers that change in training", "weight_decay and norms of client updates",
+                "averages that are no plain means"),
+    "linear": ("products of client updates", "averages that are no plain means",
+               "a moving average of gradients", "a penalty on some parameters", "weight_decay"),
+}  # fmt: skip
+
+
+def _needs(run: Run) -> dict[str, bool]:
+    """Which of these a run needs."""
+    method, curved, decays = run.method, run.method.uses_curvature, run.weight_decay > 0
+    there = (method.uses_norms, run.clip_norm is not None, method.penalty_bound is not None)
+    norms = dict(zip(NORMS, there, strict=True))
+    both = {f"curvature and {name}": curved and needed for name, needed in norms.items()}
+    return {
+        **norms,
+        **both,
+        "several local steps": not run.schedule.one_step,
+        "curvature": curved,
+        "curvature of this model": curved and not run.task.reverse_over_forward,
+        "products of client updates": method.uses_gram,
+        "averages that are no plain means": not method.broadcasts_means,
+        "a moving average of gradients": method.averages_gradients,
+        "a penalty on some parameters": method.penalises_some,
+        "buffers that change in training": run.task.moving_buffers,
+        "weight_decay": decays,
+        "weight_decay and norms of client updates": decays and method.uses_norms,
+    }
+
+
 def choose_path(run: Run, engine: str) -> str:
     """The fastest path that computes this method with this amount of local work."""
     if engine == "reference":
@@ -350,8 +385,8 @@ def choose_path(run: Run, engine: str) -> str:
     affine = is_affine(run.task, run.federation.train.x)
     if engine == "linear" and not affine:
         raise BadInput('engine="linear" is for linear models with a known loss; use "auto"')
-    beyond = {"pooled": _beyond_pooled(run), "blocked": _beyond_blocked(run),
-              "linear": _beyond_linear(run)}  # fmt: skip
+    needs = _needs(run)
+    beyond = {path: [name for name in names if needs[name]] for path, names in BEYOND.items()}
     if found := beyond.get(engine):
         raise BadInput(f'engine="{engine}" cannot do {" and ".join(found)}; use "auto"')
     if engine != "auto":
@@ -364,57 +399,6 @@ def choose_path(run: Run, engine: str) -> str:
     x, lengths = one_input(run.federation.train.x), run.participation.largest(run.schedule.lengths)
     fits = not beyond["blocked"] and fits_blocked(run.task, x, lengths, run.block)
     return "blocked" if fits else "vmapped"
-
-
-def _beyond_pooled(run: Run) -> list[str]:
-    """What this run needs and one weighted backward pass does not compute."""
-    method = run.method
-    return _norms(run) + _named(
-        ("several local steps", not run.schedule.one_step),
-        ("curvature", method.uses_curvature),
-        ("products of client updates", method.uses_gram),
-        ("a moving average of gradients", method.averages_gradients),
-        ("buffers that change in training", run.task.moving_buffers),
-    )
-
-
-def _beyond_blocked(run: Run) -> list[str]:
-    """What one step from shared parameters with client gradients does not compute."""
-    method, norms = run.method, _norms(run)
-    return _named(
-        ("several local steps", not run.schedule.one_step),
-        (" and ".join(["curvature", *norms]), method.uses_curvature and bool(norms)),
-        ("curvature of this model", method.uses_curvature and not run.task.reverse_over_forward),
-        ("products of client updates", method.uses_gram),
-        ("buffers that change in training", run.task.moving_buffers),
-        ("weight_decay with norms", run.weight_decay > 0 and method.uses_norms),
-        ("averages that are no plain means", not method.broadcasts_means),
-    )
-
-
-def _norms(run: Run) -> list[str]:
-    """What needs the norm of every client's update or direction."""
-    return _named(
-        ("norms of client updates", run.method.uses_norms),
-        ("clip_norm", run.clip_norm is not None),
-        ("a bound on the penalty", run.method.penalty_bound is not None),
-    )
-
-
-def _beyond_linear(run: Run) -> list[str]:
-    """What the dual form does not compute."""
-    method = run.method
-    return _named(
-        ("products of client updates", method.uses_gram),
-        ("averages that are no plain means", not method.broadcasts_means),
-        ("a moving average of gradients", method.averages_gradients),
-        ("a penalty on some parameters", method.penalises_some),
-        ("weight_decay", run.weight_decay > 0),
-    )
-
-
-def _named(*needs: tuple[str, bool]) -> list[str]:
-    return [name for name, needed in needs if needed]
 
 
 def _make_run(task: Task, data: Federation, method: Method, settings: TrainSettings) -> Run:
