@@ -24,11 +24,11 @@ from fairvar.engine.kernels.linear import Linear, grams_pay
 from fairvar.engine.kernels.linear.dual import affine_names
 from fairvar.engine.keys import operations_key
 from fairvar.engine.losses import LOSSES, LossFunction
-from fairvar.engine.recorder import Checkpoint, check_tables, scored_keys
+from fairvar.engine.recorder import Checkpoint, resumed, scored_keys
 from fairvar.engine.run import Run, arithmetic
 from fairvar.engine.server import Aggregator
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
-from fairvar.engine.state import GOING, check_fits, initial_state
+from fairvar.engine.state import GOING, initial_state
 from fairvar.engine.train import prepare, provenance
 from fairvar.engine.trainer import Keep, Progress, Runs, train_rounds
 from fairvar.errors import BadInput
@@ -121,13 +121,8 @@ class Grid:
     def _start(self, member: Member, scored: Sequence[Key]) -> Checkpoint:
         params = _first_parameters(self.run, member)
         fresh = initial_state(member.method, params, {}, self.run.clients, self.run.optimiser)
-        start = member.start
-        if start is None:
-            return Checkpoint(fresh, None)
-        state = check_fits(start.state, fresh, member.settings.rounds)
-        metric = self.run.task.metric
-        check_tables(start, self.run.participation, scored, metric, every_round=False)
-        return start._replace(state=state.to(self.run.device))
+        rounds = member.settings.rounds
+        return resumed(self.run, member.start, fresh, rounds, scored, every_round=False)
 
     def in_order(self, made: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Checkpoints of the parts in the order of the members."""

@@ -35,7 +35,7 @@ from fairvar.engine.keys import operations_key
 from fairvar.engine.losses import LossFunction
 from fairvar.engine.optimiser import PLAIN, ServerOptimiser, check_optimiser
 from fairvar.engine.recorder import Checkpoint as Checkpoint
-from fairvar.engine.recorder import check_tables, scored_keys
+from fairvar.engine.recorder import resumed, scored_keys
 from fairvar.engine.run import (
     Run,
     arithmetic,
@@ -48,7 +48,7 @@ from fairvar.engine.run import (
     whole_tiles,
 )
 from fairvar.engine.settings import CONSTANT, EvaluateSettings, LrSchedule, TrainSettings
-from fairvar.engine.state import State, check_fits, initial_state
+from fairvar.engine.state import State, initial_state
 from fairvar.engine.task import Task, make_task
 from fairvar.engine.trainer import Keep, Runs, train_rounds
 from fairvar.engine.trainer import Progress as Progress
@@ -262,15 +262,11 @@ class Prepared:
         start: Checkpoint | None = None,
     ) -> Runs:
         """The run for the trainer, from its initial state or from a checkpoint."""
-        run, fresh = self.run, self.start()
+        run, kernel = self.run, self.kernel
         splits = tuple(s for s in when.splits if s in run.federation.splits)
-        if start is not None:
-            state = check_fits(start.state, fresh, rounds)
-            scored = scored_keys(splits, when, run.method)
-            check_tables(start, run.participation, scored, run.task.metric)
-            start = start._replace(state=state.to(run.device))
-        kernel = self.kernel
-        found = Runs(kernel, [start or Checkpoint(fresh, None)], splits, when.local)
+        scored = scored_keys(splits, when, run.method)
+        begin = resumed(run, start, self.start(), rounds, scored)
+        found = Runs(kernel, [begin], splits, when.local)
         if self.captures:
             found.captured = RECORDINGS.find(kernel, self.path, found.state, found.diverged_at)
         return found
