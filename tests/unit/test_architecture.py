@@ -130,3 +130,13 @@ def test_the_pages_on_the_design_name_files_that_exist() -> None:
         assert len(named) > 10
         for name in named:
             assert any((place / name).is_file() for place in places), f"{page}: {name}"
+
+
+def test_every_class_has_a_name_of_its_own() -> None:
+    """Classes of fairvar, and private ones of a module, which need one there only."""
+    seen: dict[str, str] = {}
+    for name, tree in MODULES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                assert node.name not in seen, f"{node.name}: in {name} and in {seen[node.name]}"
+                seen[node.name] = name

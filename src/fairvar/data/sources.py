@@ -33,7 +33,7 @@ from fairvar.data.fetch import (
     datasets_dir,
     file_digest,
 )
-from fairvar.data.readers import Layout, Samples, arrays, images, text, unreadable
+from fairvar.data.readers import FileLayout, Samples, arrays, images, text, unreadable
 from fairvar.errors import BadInput, FairvarError, cause, unknown
 
 MOST_NOTE = 1 << 10  # bytes of a remembered checksum
@@ -49,7 +49,7 @@ class Source:
     """A data set of files. `folders`: where below a folder of data sets it may be."""
 
     title: str
-    layouts: tuple[Layout, ...]
+    layouts: tuple[FileLayout, ...]
     folders: tuple[str, ...] = ("",)
     scale: Scale | None = None  # None: mean and sd of the training pixels themselves
     images: int = 0  # official number of samples, training and test part together; 0: any
@@ -170,7 +170,7 @@ def _places(name: str, root: Root) -> Iterator[Path]:
     yield from (base / folder for base in bases for folder in folders)
 
 
-def locate(name: str, root: Root = None) -> tuple[Layout, list[Path]]:
+def locate(name: str, root: Root = None) -> tuple[FileLayout, list[Path]]:
     """The files of a data set, or a `BadInput` that says where it was looked for."""
     if name not in SOURCES:
         raise unknown("data set of files", name, SOURCES)
@@ -244,7 +244,7 @@ def verify(name: str, root: Root = None) -> list[tuple[str, bool, str]]:
 # --- the cache --------------------------------------------------------------------------------
 
 
-def read_through_cache(name: str, layout: Layout, paths: Sequence[Path]) -> Samples:
+def read_through_cache(name: str, layout: FileLayout, paths: Sequence[Path]) -> Samples:
     """`layout.read(paths)`, from the cache if these very files were decoded before."""
     identity = _identity(name, paths) if layout.cached else None
     file = cache_dir() / f"{name}-{identity}.npz"

@@ -52,7 +52,7 @@ Positive = Annotated[int, Meta(ge=1, le=2**62)]
 Amount = Annotated[float, Meta(ge=0, le=1e18)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=0, le=2**40)]
-Split = Literal["train", "valid", "test"]
+SplitName = Literal["train", "valid", "test"]
 S = TypeVar("S", bound="Stored")
 T = TypeVar("T")
 
@@ -100,8 +100,8 @@ class PartitionRecord(Record, frozen=True, kw_only=True):
     seed: Number | None = None
     holdout: Text | None = None
     split: list[Share] | None = None
-    split_sizes: dict[Split, list[Count]] | None = None
-    split_answers: dict[Split, list[Count]] | None = None  # positions, where samples are sequences
+    split_sizes: dict[SplitName, list[Count]] | None = None
+    split_answers: dict[SplitName, list[Count]] | None = None  # of sequences, positions
     normalisation: Normalisation | None = None
     partition: dict[Text, Any] | None = None
     fraction: Share | None = None
@@ -178,7 +178,7 @@ class Manifest(Record, frozen=True, kw_only=True):
     own_method: OwnMethod | None = None  # of a method that is not part of fairvar
 
 
-class Scores(Record, frozen=True, kw_only=True):
+class ScoresRecord(Record, frozen=True, kw_only=True):
     """The main numbers of one split and model after the last round; NaN where there are none."""
 
     mean: float
@@ -199,7 +199,7 @@ class RunManifest(Manifest, frozen=True, kw_only=True):
     exchanges_per_client: Number
     bytes_down_per_client: Number
     bytes_up_per_client: Number
-    result: dict[ScoreName, Scores]
+    result: dict[ScoreName, ScoresRecord]
     provenance: Provenance = msgspec.field(name="birth")
     condensed: bool = False
 
@@ -392,7 +392,7 @@ def final_scores(history: History) -> dict[str, dict[str, float]]:
         if len(history.evaluated) and bool(table[-1].isfinite().any()):
             scores = history.fairness(split, model, resamples=0)  # intervals are not stored
             found[f"{split}/{model}"] = {
-                name: float(scores[name]) for name in Scores.__struct_fields__
+                name: float(scores[name]) for name in ScoresRecord.__struct_fields__
             }
     return found
 

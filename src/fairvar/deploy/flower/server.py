@@ -118,7 +118,7 @@ def _rounds(grid: Grid, setup: Setup, folder: Path) -> Federated:
     agreed, privacy = setup.agreed, setup.privacy
     key, first, facts = checkpoint_key(_identity(setup)), first_state(agreed), {}
     if privacy is not None:
-        check_fits(privacy, setup.config.method, first)
+        check_privacy(privacy, setup.config.method, first)
         facts[KEY_CLIPPING_NORM] = privacy.clipping_norm
     transport = GridTransport(grid, agreed.clients, facts)
     if setup.secure is not None:
@@ -131,7 +131,7 @@ def _rounds(grid: Grid, setup: Setup, folder: Path) -> Federated:
         made = make()
         write_checkpoint(folder, done, {folder.name: pack_checkpoint(made, key)})
         LOG.info(
-            "round %s of %s%s", done, setup.config.train.rounds, progress(made, agreed.clients)
+            "round %s of %s%s", done, setup.config.train.rounds, round_line(made, agreed.clients)
         )
 
     def finish(outcome: Outcome) -> Outcome:
@@ -189,7 +189,7 @@ def _csv(rows: Sequence[tuple[Any, ...]], fields: Sequence[str]) -> bytes:
 
 
 # -- the log: a line for each round, and the scores at the end -------------------------------------
-def progress(made: Checkpoint, clients: int) -> str:
+def round_line(made: Checkpoint, clients: int) -> str:
     """How many clients took part in the round, and the scores if it was evaluated."""
     tables = made.tables or {}
     noted = Notes.reopen(tables, clients).rounds
@@ -357,7 +357,7 @@ def _checkpoints(setup: Setup, folder: Path) -> list[Checkpoint]:
 
 
 # -- differential privacy --------------------------------------------------------------------------
-def check_fits(settings: PrivacySettings, method: Method, state: State) -> None:
+def check_privacy(settings: PrivacySettings, method: Method, state: State) -> None:
     """Refuse methods whose clients also send losses, gradients or statistics: they get no noise."""
     more = sends_loss(method) or method.uses_mean_gradient or method.client_weights == "size"
     if more or state.buffers:

@@ -65,7 +65,7 @@ class Trained:
 
 
 Observer = Callable[[Trained], None]
-Own = tuple[Tree, Tree]  # parameters and buffers of clients, the client as first axis
+OwnModels = tuple[Tree, Tree]  # parameters and buffers of clients, the client as first axis
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def train_stacked(
     sent: Sent,
     batches: RoundBatches,
     chunk: tuple[int, int],
-    own: Own | None = None,
+    own: OwnModels | None = None,
 ) -> Trained:
     """All local steps of the clients in this part of the cohort's order, step by step. They start
     from x^t, or from models of their `own` in that order."""
@@ -425,7 +425,7 @@ def train_in_turn(
     batches: RoundBatches,
     chunk: tuple[int, int],
     gradients: bool,
-    own: Own | None = None,
+    own: OwnModels | None = None,
 ) -> Trained:
     """The same, client after client, for convolutions on a CPU: under vmap those with weights per
     client are grouped convolutions, two to three times slower there."""
