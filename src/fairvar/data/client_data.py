@@ -10,7 +10,7 @@ x may be a tuple or dict of arrays, for models with several inputs.
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from fairvar.common import rng
-from fairvar.common.tree import map_inputs
 from fairvar.data.federation import SPLITS, Federation
 from fairvar.data.own_data import DEFAULT_SPLIT, held_out_counts
 from fairvar.errors import BadInput, shown
@@ -53,7 +52,7 @@ class ClientData:
     ) -> ClientData:
         """Split at random into the shares of train, valid and test; the same seed gives the same
         parts again, which a node needs because it reads its data more than once."""
-        x, y = map_inputs(np.asarray, x), np.asarray(y)
+        x, y = _each(np.asarray, x), np.asarray(y)
         for given in x.values() if isinstance(x, dict) else x if isinstance(x, tuple) else [x]:
             if given.ndim == 0 or y.ndim == 0 or len(given) != len(y) or not len(y):
                 raise BadInput(f"x has shape {given.shape} and y {y.shape}; give a row of x and an "
@@ -62,7 +61,7 @@ class ClientData:
         rows = rng.stream(seed, "split", 0).permutation(len(y))
         parts = np.split(rows, [len(y) - valid - test, len(y) - test])
         found = {
-            part: (map_inputs(itemgetter(at), x), y[at])
+            part: (_each(itemgetter(at), x), y[at])
             for part, at in zip(SPLITS, parts, strict=True)
             if len(at)
         }
@@ -159,6 +158,13 @@ def read_table(
             raise BadInput(f"{path}, line {line}: {target} is {shown(row[target])}; the labels are "
                            f"{', '.join(labels)}")  # fmt: skip
     return np.array(x, dtype=np.float32), np.array([number[row[target]] for _, row in rows])
+
+
+def _each(function: Callable[[Any], Any], x: Any) -> Any:
+    """Of the one array, or of each of several."""
+    if isinstance(x, dict):
+        return {name: function(part) for name, part in x.items()}
+    return tuple(map(function, x)) if isinstance(x, tuple) else function(x)
 
 
 def _floats(y: Any) -> Any:

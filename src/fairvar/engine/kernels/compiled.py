@@ -10,7 +10,7 @@ consists of as many calls as its active clients fill groups; zeros fill the last
 
 `FAIRVAR_COMPILED=FILE` keeps what the compiler made in a file, for later processes and for other
 machines with the same GPU and torch: compiling then takes a fraction of the time. The file holds
-code, so it is read only if no other user can write to it.
+code, so it is read only if nobody but the user can write to it.
 """
 
 from __future__ import annotations
