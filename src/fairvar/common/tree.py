@@ -18,11 +18,13 @@ def tree_map(function: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree
     return {name: function(leaf, *(o[name] for o in others)) for name, leaf in tree.items()}
 
 
-def map_inputs(function: Callable[[Any], Any], inputs: Any) -> Any:
-    """The function of one tensor (or array), or of each of several in their tuple or dict."""
+def map_inputs(function: Callable[[Tensor], Any], inputs: Inputs) -> Any:
+    """The function of one tensor, or of each of several in their tuple or dict."""
+    if isinstance(inputs, Tensor):
+        return function(inputs)
     if isinstance(inputs, dict):
         return {name: function(part) for name, part in inputs.items()}
-    return tuple(map(function, inputs)) if isinstance(inputs, tuple) else function(inputs)
+    return tuple(function(part) for part in inputs)
 
 
 def input_parts(inputs: Inputs) -> dict[str, Tensor]:
