@@ -36,7 +36,7 @@ from fairvar.common.tree import (
 )
 from fairvar.engine.batches import Batch, RoundBatches
 from fairvar.engine.kernels.compiled import group_width, of_group
-from fairvar.engine.kernels.shared import (
+from fairvar.engine.kernels.one_step import (
     PooledPass,
     bounded,
     jvp,

@@ -31,7 +31,7 @@ from fairvar.engine.kernels.linear.dual import (
     hessian_of_logits,
     through_grams,
 )
-from fairvar.engine.kernels.shared import shortened, shortening
+from fairvar.engine.kernels.one_step import shortened, shortening
 from fairvar.engine.server import Aggregator
 
 
