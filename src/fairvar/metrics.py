@@ -337,7 +337,7 @@ def _interval(
         z = scale * _squares(p[rows]) - noise[rows]
         centre = z.mean(-1)
         spread = np.sqrt(np.square(z - centre[:, None]).mean(-1) / K)
-        # a resample of nearly equal clients has se* ≈ 0 and tells nothing about the tails
+        # a resample of nearly equal clients has se* ≈ 0 and says nothing about the tails
         t[start : start + step] = (centre - value) / np.maximum(spread, 1e-3 * error)
     low, high = (1 + 2 / K) * np.quantile(t, [(1 - level) / 2, (1 + level) / 2])
     least, most = within  # a sum may end a rounding error outside: the value itself stays inside

@@ -1,4 +1,4 @@
-"""The report page in a real browser: it sorts, explains itself, fits a phone, calls nobody."""
+"""The report page in a real browser: it sorts, shows definitions, fits a phone, loads nothing."""
 
 from __future__ import annotations
 

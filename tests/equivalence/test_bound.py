@@ -1,6 +1,6 @@
 """`bound` of FairLoss and FairGrad: the penalty of a client is never longer than bound · ‖∇f_i‖.
 
-All paths = the reference loop; a bound that nobody reaches changes no bit of the paper's methods.
+All paths = the reference loop; a bound that is not reached changes no bit of the paper's methods.
 """
 
 from __future__ import annotations

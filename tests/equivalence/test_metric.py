@@ -236,5 +236,5 @@ def test_a_false_score_is_refused() -> None:
         extra = {f"test/{METRIC}": 0.5} if reply.client == 0 else {}
         return [replace(reply, numbers={**reply.numbers, **extra})]
 
-    found = deployed("accuracy", LABELS, more)  # nobody asked for such a number
+    found = deployed("accuracy", LABELS, more)  # such a number was not requested
     assert {r.client for r in found.refused} == {0}

@@ -1,4 +1,4 @@
-"""Personal models: reference = stacked = in turn, beside any kernel of the shared model.
+"""Personal models: reference = stacked = in turn, with any kernel for the shared model.
 
 Measured on a CPU after three rounds of ragged clients, over all cases below: 4e-16 relative in
 float64.

@@ -247,7 +247,7 @@ def equal(a: Any, b: Any) -> bool:
 
 @dataclass
 class Reader:
-    """One kind of file: where it lies and how it is read."""
+    """One kind of file: its path and how it is read."""
 
     name: str
     path: Path

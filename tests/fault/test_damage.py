@@ -46,7 +46,7 @@ def run(short: Path, tmp_path: Path) -> Path:
 
 
 def refused(folder: Path, name: str) -> None:
-    """Found and named by whoever reads the run and by whoever checks it."""
+    """Reading the run and checking it both find the damage and name the file."""
     for read in (lambda: StoredRun.open(folder).history(), lambda: verify(folder)):
         with pytest.raises(IntegrityError) as found:
             read()
@@ -257,7 +257,7 @@ def test_a_manifest_cannot_point_outside(outside: str, run: Path) -> None:
 
 @pytest.mark.parametrize("name", KEPT)
 def test_a_link_out_of_the_folder_is_refused(name: str, run: Path, tmp_path: Path) -> None:
-    """Even to the same bytes: what lies outside can change without the run."""
+    """Even to the same bytes: files outside of the folder can change without the run."""
     outside = tmp_path / "outside"
     (run / name).rename(outside)
     (run / name).symlink_to(outside)

@@ -1,4 +1,4 @@
-"""Runs that train together, killed at any moment: the bytes are as if nobody had disturbed them."""
+"""Runs that train together, killed at any moment: the bytes are those of undisturbed runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def command(folder: Path, out: Path, *more: str) -> tuple[str | Path, ...]:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory, children: Nursery) -> tuple[Path, End]:
-    """Three groups that nobody disturbed, and how they ended."""
+    """Three undisturbed groups, and their results."""
     folder = tmp_path_factory.mktemp("grid")
     write_plan(folder, 60, GRID)
     end = children.run(*command(folder, folder / "out"))

@@ -308,7 +308,7 @@ def test_hostile_overrides_are_refused(text: str) -> None:
 
 
 def test_deep_folders_of_images(tmp_path: Path) -> None:
-    """As deep as a path can be; deeper ones are told."""
+    """As deep as a path can be; deeper ones are refused with a message."""
     handle = os.open(tmp_path, os.O_RDONLY)
     for _ in range(1500):
         os.mkdir("abc", dir_fd=handle)

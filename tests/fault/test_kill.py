@@ -107,7 +107,7 @@ def test_workers_end_when_their_parent_was_killed_early(children, calm, tmp_path
     folder, _ = calm
     out = tmp_path / "out"
     pid = children.start("sweep", folder / "plan.toml", "--out", out, "--workers", "2")
-    wait_until(lambda: len(workers_of(pid)) == 2)  # so the first has been told what to do
+    wait_until(lambda: len(workers_of(pid)) == 2)  # so the first has its task
     children.kill(pid)
     assert children.wait(pid).code == -9
     assert ends(pid)

@@ -146,7 +146,7 @@ def test_a_resumed_run_has_one_record() -> None:
 
 
 def test_a_weight_that_is_cut_is_recorded() -> None:
-    """AFL with a long step wants to give nearly all weight to the worst-off client."""
+    """AFL with a long step gives nearly all weight to the worst-off client."""
     cut = run(fv.AFL(step=100.0), data(), rounds=2)
     first = cut.notes.rounds[0]
     assert first.limited == [int(cut.history.weights[0].argmax())]

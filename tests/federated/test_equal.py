@@ -146,7 +146,7 @@ def test_some_clients_with_a_proximal_term() -> None:
 @pytest.mark.parametrize("model", ["multinomial", "batch_norm"])
 def test_collapsed_fairloss_takes_one_exchange(model: str, options: dict) -> None:
     """The server takes the step itself: equal bit by bit. In evaluated rounds clients also train,
-    since nobody else can score their own models."""
+    since only they can score their local models."""
     method = fv.FairLoss(0.5, exact=True, collapsed=True)
     data = digits() if model == "multinomial" else images(4, sizes=(3, 13))
     module = MODELS.get(model, model)

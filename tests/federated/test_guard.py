@@ -118,7 +118,7 @@ def same(a: fv.State, b: fv.State) -> None:
 def test_bad_replies_are_left_out(method: fv.Method, fault: str) -> None:
     change, reason = FAULTS[fault]
     if reason is Reason.LOSS and not (method.uses_losses or method.uses_mean_loss):
-        reason = Reason.KEYS  # nobody asked for a loss
+        reason = Reason.KEYS  # a loss was not requested
     for bad in ((2,), (0, 1, 3, 4)):
         found = run(method, data(), by(bad, change), rounds=ROUNDS)
         same(found.history.state, without(method, bad, ("probe", "train")))

@@ -1,6 +1,6 @@
-"""Clients whose replies are well formed and wrong: what each defence makes of each lie.
+"""Clients whose replies are well formed and wrong: the effect of each defence on each attack.
 
-Replies that are no replies at all are in `test_guard`. How much accuracy the lies cost, and the
+Replies that are no replies at all are in `test_guard`. How much accuracy the attacks cost, and the
 defences, is measured by `benchmarks/robustness.py`.
 """
 
@@ -43,7 +43,7 @@ LIAR = 1
 
 
 def moves(change: Callable[[Tree], Tree], liars: Sequence[int] = (LIAR,), since: int = 0) -> Fault:
-    """The liars change their updates and, where they send any, their gradients."""
+    """Dishonest clients change their updates and, where they send any, their gradients."""
 
     def fault(request: Message, reply: Message) -> Sequence[Message]:
         late = request.stamp.round < since or request.stamp.exchange == "evaluate"
@@ -120,8 +120,8 @@ def test_what_all_clients_send_may_grow() -> None:
 @pytest.mark.parametrize("factor", [1e6, -1e3])
 @pytest.mark.parametrize("method", [*METHODS, COLLAPSED], ids=repr)
 def test_an_update_out_of_proportion_has_the_usual_length(method: fv.Method, factor: float) -> None:
-    """It counts, in its direction: the model is the same whatever the factor, and near that of the
-    run in which nobody lies, beside what the lie does to a server without bounds."""
+    """It counts, in its direction: the model is the same for every factor, and near that of the
+    honest run, compared with what the attack does to a server without bounds."""
     found = run(method, data(), times(factor), rounds=3)
     assert not found.refused
     assert shortened(found) == [[LIAR]] * 3
@@ -159,7 +159,7 @@ def test_the_usual_length_by_hand() -> None:
 
 
 def test_past_rounds_decide_not_the_present_one() -> None:
-    """Three of five lie from round two on: they are the median then, but not of the past."""
+    """Three of five are dishonest from round two on: they have the median then, not in the past."""
     found = run(fv.FedAvg(), data(), times(1e4, (0, 1, 2), since=2), rounds=4)
     assert shortened(found)[:3] == [[], [], [0, 1, 2]]
     assert max(found.notes.lengths[MODEL][:2]) * 10 >= found.notes.lengths[MODEL][2]
@@ -200,7 +200,7 @@ def test_batch_norm_is_bounded_too() -> None:
 
 @pytest.mark.parametrize("method", [*METHODS, COLLAPSED], ids=repr)
 def test_the_memory_of_lengths_survives_a_restart(method: fv.Method) -> None:
-    """After the restart a majority lies: a server that has forgotten would take them for usual."""
+    """After the restart a majority is dishonest: without stored lengths it has the median."""
     agreed, rules = agreement(method, data(), rounds=4), FederationSettings()
     clients, lies = local_clients(agreed, data()), times(1e4, (0, 1, 2), since=2)
     saved: dict[int, bytes] = {}

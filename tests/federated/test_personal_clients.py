@@ -89,7 +89,7 @@ def test_batch_norm(tmp_path: Path) -> None:
     expected = reference(fv.Ditto(), data, MODELS["batch_norm"], **work)
     assert max(gaps(found, personal, expected).values()) <= TOLERANCE
     counted = personal["1.num_batches_tracked"]
-    assert len(set(counted.tolist())) > 1  # nobody averages them
+    assert len(set(counted.tolist())) > 1  # they are not averaged
 
 
 # -- v_i never leaves its node ---------------------------------------------------------------------

@@ -26,8 +26,8 @@ ENVIRONMENT = {
     "PATH": f"{BIN}:{os.environ['PATH']}",
 }
 LINK_IS_UP = "Uvicorn running"
-# A client app that is told by files to wait: while there is a file `2-1`, client 2 does not train
-# in round 1. Around the app of the product, which knows nothing of it.
+# A client app that waits while a file exists: while there is a file `2-1`, client 2 does not train
+# in round 1. It wraps the app of the package, which has no such test code.
 PATIENT = """
 import time
 from pathlib import Path

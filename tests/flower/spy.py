@@ -1,4 +1,4 @@
-"""Watches all Python processes that get its environment: who wants to reach other machines."""
+"""Records the connections to other machines of all Python processes that get its environment."""
 
 from __future__ import annotations
 

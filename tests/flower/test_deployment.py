@@ -40,7 +40,7 @@ def test_fairgrad_star(deployed: Deployment, tmp_path: Path) -> None:
 
 
 def test_strangers_are_refused(deployed: Deployment, tmp_path: Path) -> None:
-    """A key that nobody registered; a node that trusts another authority; one without TLS."""
+    """A key that is not registered; a node that trusts another authority; one without TLS."""
     make_keys(tmp_path / "other", 1, ["127.0.0.1"])
     deployed.start_node(5, "stranger")
     deployed.start_node(5, "fooled", authority=tmp_path / "other" / "ca.crt")

@@ -71,7 +71,7 @@ def test_too_few_replies_end_the_run_and_say_so(deployed: Deployment, tmp_path: 
 
 
 def test_a_superlink_without_tls_is_refused(deployed: Deployment) -> None:
-    """By a node and by the command line that were told whom to trust."""
+    """By a node and by the command line with the certificate of the authority."""
     (port,) = free_ports(1)
     deployed.start_open_link(port)
     deployed.start_node(3, "careful", port=port)

@@ -220,7 +220,7 @@ def test_nodes_with_their_own_files(tmp_path: Path) -> None:
     main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "report")])
     page = (tmp_path / "report" / "index.html").read_text()
     assert "own data of 3 nodes, multinomial (14 parameters)" in page
-    # What nobody knows is not told: neither a partition nor its alpha.
+    # What is not known is not shown: neither a partition nor its alpha.
     for guess in ("Dirichlet", "dirichlet", "α", "alpha", "[partition]", "npz, "):
         assert guess not in page
     assert (tmp_path / "report" / "table-own-data-of-3-nodes.csv").exists()
@@ -433,7 +433,7 @@ def test_a_start_that_does_not_fit_is_refused(change: dict, message: str, tmp_pa
 
 
 def half_way(config: dict) -> Path:
-    """The folder of a run whose server died in its third round."""
+    """The folder of a run whose server was killed in its third round."""
 
     class Killed(Exception):
         pass
@@ -685,7 +685,7 @@ def test_a_reply_that_flower_cannot_open_takes_no_others_along(tmp_path: Path) -
 
 
 class Forging(InProcessGrid):
-    """Node 107 is silent itself and answers in the name of node 100, whose own reply is later."""
+    """Node 107 does not reply; it replies in the name of node 100, whose own reply is later."""
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         ids = super().push_messages(messages)

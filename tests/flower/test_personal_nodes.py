@@ -73,7 +73,7 @@ def test_in_a_simulation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_secure_aggregation(tmp_path: Path) -> None:
-    """The server learns FedAvg's sum, and the nodes keep their models."""
+    """The server receives FedAvg's sum, and the nodes keep their models."""
     home = tmp_path / "nodes"
     more = {"secure-aggregation": True}
     given = config(tmp_path / "runs", **more)

@@ -42,7 +42,7 @@ def test_a_model_that_did_not_move_is_no_error(tmp_path: Path) -> None:
 
 
 def test_the_noise_is_new_in_every_run(tmp_path: Path) -> None:
-    """The run's seed does not decide it: whoever knows the seed could take it off again."""
+    """It does not depend on the run's seed, with which anybody could subtract it again."""
     loud = f"{CUT} privacy.noise_multiplier=1.0"
     first, second = (
         run(run_config(fv.FedAvg(), tmp_path / name, loud, rounds=1)).history().state.params
@@ -88,7 +88,7 @@ def test_an_account_needs_noise_and_the_accountant(
 
 
 def test_flowers_accountant_says_what_the_rounds_cost(tmp_path: Path) -> None:
-    """Beside Rényi orders by hand: T Gaussian releases cost T α / (2 z²) at order α."""
+    """Compared with Rényi orders by hand: T Gaussian releases cost T α / (2 z²) at order α."""
     pytest.importorskip("dp_accounting", reason="needs fairvar[privacy]")
     z, delta, rounds = 2.0, 1e-5, 3
     options = f"{CUT} privacy.noise_multiplier={z} privacy.delta={delta}"

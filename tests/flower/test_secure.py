@@ -114,7 +114,7 @@ def masked(reply: Message) -> list[np.ndarray]:
 
 
 def test_a_single_reply_tells_nothing(tmp_path: Path) -> None:
-    """Masked vectors look uniform and unlike the updates; nothing else travels beside them."""
+    """Masked vectors look uniform and unlike the updates; nothing else is sent with them."""
     hidden: dict[int, np.ndarray] = {}
     updates: dict[int, np.ndarray] = {}
     start = read_setup(run_config(fv.FedAvg(), tmp_path)).agreed.model.double()
@@ -485,7 +485,7 @@ def test_more_samples_than_the_largest_weight_are_left_out(tmp_path: Path) -> No
 
 
 def test_clipping_and_noise_under_the_masks(tmp_path: Path) -> None:
-    """Cut at the node, then masked; the sum gets the noise: nobody sees a single cut update."""
+    """Cut at the node, then masked; the sum gets the noise. No cut update is sent unmasked."""
     cut = "privacy.clipping_norm=0.01 privacy.noise_multiplier=0.0"
     plain = run(run_config(fv.FedAvg(), tmp_path / "plain", cut, rounds=1))
     masked_too = run(secure(fv.FedAvg(), tmp_path / "masked", cut, rounds=1))

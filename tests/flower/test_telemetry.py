@@ -91,7 +91,7 @@ def test_what_cannot_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_run_that_failed_is_told_so(
     flwr: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Flower itself ends with 0: its list of runs knows more."""
+    """Flower itself ends with 0; its list of runs has the status."""
     for name, value in spy(tmp_path / "spy").items():
         monkeypatch.setenv(name, value)
     for name, value in launch.QUIET.items():

@@ -77,7 +77,7 @@ def test_the_flower_lines_of_the_readme(kept: dict[str, str], tmp_path: Path) ->
     run = StoredRun.open(folder)
     assert run.manifest["birth"]["refused"] == {}
     assert run.history().rounds == 20
-    # What is wrong is told at once, in one line, with the exit code of bad input.
+    # Bad input ends at once with one line and its exit code.
     wrong = "fairvar flower run my_app -c 'method=\"fairgrod\"' || echo code $?"
     told = run_commands(wrong, tmp_path, kept, 100)
     assert "did you mean 'fairgrad'" in told

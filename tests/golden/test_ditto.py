@@ -88,7 +88,7 @@ def test_two_local_steps(engine: str) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_own_rate_and_steps_by_hand(engine: str) -> None:
-    """Three personal steps of 0.05 beside one shared step of 0.1."""
+    """Three personal steps of 0.05 and one shared step of 0.1."""
     A, m = doubles([[1.0, 2], [3, 1]]), doubles([[1.0, 0], [0, 2]])
     v = x = torch.full((2, 2), 0.5, dtype=torch.float64)
     method = fv.Ditto(2.0, personal_lr=0.05, personal_steps=3)

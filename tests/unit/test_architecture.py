@@ -92,3 +92,51 @@ def test_the_picture_of_the_modules_is_that_of_the_source() -> None:
     names = {name for text in drawn for name in text.rstrip(",").split(", ")}
     assert names == draw.labels(), "run: python tools/draw_modules.py"
     assert {package(name) for name in GRAPH} - {"__init__", "__main__", "_version"} <= names
+
+
+def defined_in(place: str) -> set[str]:
+    """Functions and classes of a file, or of all files of a folder, and methods as Class.method."""
+    start = "fairvar." + place.removesuffix(".py").rstrip("/").replace("/", ".")
+    names = set[str]()
+    for tree in (tree for name, tree in MODULES.items() if f"{name}.".startswith(f"{start}.")):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+                names |= {f"{node.name}.{inner.name}" for inner in node.body
+                          if isinstance(inner, ast.FunctionDef)}  # fmt: skip
+    return names
+
+
+def test_the_walks_of_the_design_page_name_functions_that_exist() -> None:
+    """In the file that is named with them or in an earlier step; at most eight steps."""
+    page = (ROOT / "docs" / "design.md").read_text()
+    walks = re.findall(r"^## The walk of .*\n\n((?:\d\. .*\n(?:   .*\n)*)+)", page, re.MULTILINE)
+    assert len(walks) == 3
+    for walk in walks:
+        steps = re.findall(r"^\d\. `([\w.]+)`[\w ]*(?:\(`([\w/.]+)`)?", walk, re.MULTILINE)
+        place = ""
+        assert 5 < len(steps) <= 8
+        for name, named_place in steps:
+            place = named_place or place
+            assert name in defined_in(place), f"{name} is not in {place}"
+
+
+def test_the_pages_on_the_design_name_files_that_exist() -> None:
+    """Below the sources, the repository or, in a section on one package, that package."""
+    places = [ROOT, SOURCE, *(path for path in SOURCE.iterdir() if path.is_dir())]
+    places.append(SOURCE / "engine" / "kernels")
+    for page in ("design.md", "decisions.md"):
+        named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / page).read_text())
+        assert len(named) > 10
+        for name in named:
+            assert any((place / name).is_file() for place in places), f"{page}: {name}"
+
+
+def test_every_class_has_a_name_of_its_own() -> None:
+    """Classes of fairvar, and private ones of a module, which need one there only."""
+    seen: dict[str, str] = {}
+    for name, tree in MODULES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                assert node.name not in seen, f"{node.name}: in {name} and in {seen[node.name]}"
+                seen[node.name] = name

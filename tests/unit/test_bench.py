@@ -186,7 +186,7 @@ def test_long_work_gets_fewer_turns_and_short_work_more_calls() -> None:
     turns(0.001, 3)
     assert len(calls) == 2 + 3 * 20
     calls.clear()
-    # Beside slow work, short work is repeated more often; a slow plain loop runs once.
+    # Short work is repeated more often than slow work; a slow plain loop runs once.
     both = {"slow": step(2 * PATIENCE), "quick": step(0.05)}
     found = alternate(both, CPU, 9, 0.1, lambda: now, plain=("slow",))
     assert (calls.count(2 * PATIENCE), calls.count(0.05)) == (1, 2 + 3)

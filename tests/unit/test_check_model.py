@@ -22,7 +22,7 @@ def net(*layers: nn.Module) -> nn.Module:
 
 
 class Lambda(nn.Module):
-    """A linear layer and then whatever the test wants to happen."""
+    """A linear layer and then the function of the test."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

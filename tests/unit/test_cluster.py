@@ -24,8 +24,8 @@ from fairvar.errors import BadInput, RunFailed
 from fairvar.methods import METHODS
 from fairvar.runs import identity
 from fairvar.runs.cluster import (
+    Needs,
     Parcel,
-    Share,
     accept,
     compute_batch,
     make_batch,
@@ -205,23 +205,23 @@ def test_a_node_with_other_versions_refuses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("share", "match"),
     [
-        (Share(gpus=1.5), "a share of one GPU or a whole number"),
-        (Share(gpus=-1), "0 or more"),
-        (Share(cpus=0), "above 0"),
-        (Share(gpus=float("nan")), "0 or more"),
+        (Needs(gpus=1.5), "a share of one GPU or a whole number"),
+        (Needs(gpus=-1), "0 or more"),
+        (Needs(cpus=0), "above 0"),
+        (Needs(gpus=float("nan")), "0 or more"),
     ],
 )
-def test_impossible_shares(share: Share, match: str) -> None:
+def test_impossible_shares(share: Needs, match: str) -> None:
     with pytest.raises(BadInput, match=match):
         share.check()
 
 
 def test_shares_follow_the_configuration() -> None:
     part = arrange(Plan.from_dict({**PLAN, "train": {"rounds": 3, "threads": 2}}).cells)[0]
-    assert Share().of(part) == {"CPU": 2.0, "GPU": 0.0}
+    assert Needs().of(part) == {"CPU": 2.0, "GPU": 0.0}
     gpu = [Config.from_dict({"train": {"device": "cuda"}})]
-    assert Share().of(tuple(gpu)) == {"CPU": 1.0, "GPU": 1.0}
-    assert Share(0.5, 0.25).of(tuple(gpu)) == {"CPU": 0.5, "GPU": 0.25}
+    assert Needs().of(tuple(gpu)) == {"CPU": 1.0, "GPU": 1.0}
+    assert Needs(0.5, 0.25).of(tuple(gpu)) == {"CPU": 0.5, "GPU": 0.25}
 
 
 def test_shares_without_ray(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,19 +296,19 @@ def test_on_a_local_ray(tmp_path: Path) -> None:
 def test_plugin_and_data_go_along_and_tasks_take_their_share(
     cluster: Callable[..., Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only the second node has a GPU, as far as Ray knows, so it computes all."""
+    """Only the second node has a GPU in Ray's list, so it computes all."""
     nodes = cluster({"num_cpus": 1}, {"num_cpus": 1, "num_gpus": 1})
     _, log = noting(tmp_path, 0.0, monkeypatch)
     cells, quiet = noted_cells(), lambda *_: None
     alone = arrange(cells, batch=False)
-    run_on_ray(alone, tmp_path / "there", nodes.address, quiet, Share(0.5, 0.25))
+    run_on_ray(alone, tmp_path / "there", nodes.address, quiet, Needs(0.5, 0.25))
     seen = notes(log)
     assert {n["node"] for n in seen} == {nodes.members[1].node_id}
     assert {(n["CPU"], n["GPU"]) for n in seen} == {(0.5, 0.25)}
     assert all(n["helper"].startswith(str(tmp_path / "cache-of-nodes" / "ray")) for n in seen)
     assert files(tmp_path / "there") == here(cells, tmp_path / "here", batch=False)
     with pytest.raises(BadInput, match=r"no node of the Ray cluster has 1 CPU\(s\) and 2 GPU"):
-        run_on_ray(alone, tmp_path / "new", nodes.address, quiet, Share(1, 2))
+        run_on_ray(alone, tmp_path / "new", nodes.address, quiet, Needs(1, 2))
     assert not (tmp_path / "new").exists()
 
 

@@ -23,7 +23,7 @@ from fairvar.cli import main
 from fairvar.engine.keys import fingerprint
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
-from fairvar.report.files import write_report
+from fairvar.report.files import write_files
 from fairvar.runs.archive import ARCHIVE, LIST, ArchiveList, condense, extract, unpacked, write_list
 from fairvar.runs.config import Config
 from fairvar.runs.identity import identity_of
@@ -36,7 +36,7 @@ from fairvar.runs.sweep import run_sweep
 from fairvar.runs.verify import (
     NARROW,
     WIDE,
-    Agreement,
+    Rerun,
     Tolerance,
     check_files,
     compared,
@@ -77,7 +77,7 @@ def small(sweep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.usefixtures("without_pdf")
 def test_the_report_is_the_same_byte_by_byte(sweep: Path, small: Path, tmp_path: Path) -> None:
     for source in (sweep, small):
-        write_report(gather(source), tmp_path / source.name, "t")
+        write_files(gather(source), tmp_path / source.name, "t")
     full, condensed = ({p.name: p.read_bytes() for p in (tmp_path / s.name).iterdir()}
                        for s in (sweep, small))  # fmt: skip
     assert full.keys() == condensed.keys()
@@ -244,7 +244,7 @@ def sparse() -> bytes:
 
 
 def large_dictionary(content: bytes) -> bytes:
-    """The header of the first block asks for all the memory that the format knows."""
+    """The header of the first block requests the most memory that the format has."""
     head = bytearray(content[12 : 12 + 4 * (content[12] + 1)])
     assert head[2:4] == b"\x21\x01"  # LZMA2 and the length of its one property
     head[4] = 40
@@ -436,7 +436,7 @@ def test_only_rounded_epochs_may_drift(tmp_path: Path) -> None:
         assert tolerance(config) == allowed
         run = StoredRun(tmp_path, config, {"birth": {}})
         for part in (0.9, 1.1):
-            found = Agreement(run, 5, part * allowed.accuracy, 0.0, part * allowed.loss)
+            found = Rerun(run, 5, part * allowed.accuracy, 0.0, part * allowed.loss)
             assert found.holds == (part < 1)
 
 

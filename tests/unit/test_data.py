@@ -180,7 +180,7 @@ def test_a_split_federation_holds_every_sample_once(clients, seed):
 
 
 def test_chance_decides_what_is_held_out():
-    """Test samples lie all over the client's data: within 4 sigma of the middle."""
+    """Test samples come from all of the client's data: within 4 sigma of the middle."""
     federation = build_federation(numbered(600), 1, IID())
     rows = np.array(rows_of(federation, "test", 0))
     assert abs(rows.mean() - 299.5) < 4 * 173.2 / np.sqrt(len(rows))

@@ -148,7 +148,7 @@ def test_nineteen_methods_look_different() -> None:
 
 
 def test_a_method_of_a_user_has_a_style_of_its_own() -> None:
-    """By its name only: the same in every process and beside any other methods."""
+    """By its name only: the same in every process and with any other methods."""
     mine = style.style_of("Mine (τ = 1)")
     # zlib.crc32(b"Mine") is 1 modulo 6 colours and 2 modulo 7 markers
     assert mine == style.style_of("Mine") == style.LineStyle("#A05195", "h", style.OWN)

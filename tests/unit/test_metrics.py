@@ -74,7 +74,7 @@ def test_clients_without_test_samples_are_dropped_not_zero():
 
 
 def test_one_client():
-    """How far accuracies scatter over clients cannot be told from one; what can be told, is."""
+    """One client has no variance over clients; its other numbers are defined."""
     f = fairness([0.8], [25])
     undefined = ("variance_over_clients", "corrected_variance", "sd_over_clients",
                  "coefficient_of_variation")  # fmt: skip

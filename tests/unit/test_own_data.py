@@ -275,7 +275,7 @@ def test_hugging_face_data_sets_are_clients():
     whole = hugging_face()
     parts = [whole.select([0, 2]), whole.select([1, 3])]
     federation = fv.Federation.from_datasets(parts, x=["age", "dose"], y="ill")
-    assert federation.classes == 3  # the data set knows one more than it holds
+    assert federation.classes == 3  # the data set declares one more than it holds
     assert federation.train.of(1)[0].tolist() == [[2, 0.5], [4, 1.5]]
     assert federation.train.of(1)[1].tolist() == [1, 1]
     one_column = fv.Federation.from_datasets(parts, x="pixels", y="ill")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fairvar.report.files import write_report
+from fairvar.report.files import write_files
 from fairvar.runs.archive import ARCHIVE, LIST, extract, write_list
 from fairvar.runs.results import gather, stored_runs
 from fairvar.runs.stored import StoredRun
@@ -44,7 +44,7 @@ def test_every_file_is_as_it_was_written(folder: Path) -> None:
 @pytest.mark.parametrize("folder", REPORTED, ids=lambda f: str(f.relative_to(ROOT / "results")))
 def test_the_published_report_comes_out_again(folder: Path, tmp_path: Path) -> None:
     groups = gather(folder)
-    write_report(groups, tmp_path, f"fairvar: {groups[0].config.name}")
+    write_files(groups, tmp_path, f"fairvar: {groups[0].config.name}")
     files = published(folder / "report")
     assert {"table-" in f.name for f in files} == {True, False}
     differ = [f.name for f in files if f.read_bytes() != (tmp_path / f.name).read_bytes()]

@@ -14,7 +14,7 @@ from fairvar import cli
 from fairvar.errors import BadInput
 from fairvar.report import files
 from fairvar.report.compare import compare_sides, side
-from fairvar.report.files import group_table, write_report
+from fairvar.report.files import group_table, write_files
 from fairvar.report.result_tables import WHEN_UNDEFINED
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather
@@ -192,7 +192,7 @@ def test_without_validation_data_condensed(tmp_path: Path) -> None:
     folder = swept(tmp_path / "runs", evaluate={"splits": ["test"]})
     cli.main(["condense", str(folder), "--out", str(tmp_path / "small")])
     for source in ("runs", "small"):
-        write_report(gather(tmp_path / source), tmp_path / f"report-{source}", "t")
+        write_files(gather(tmp_path / source), tmp_path / f"report-{source}", "t")
     full, small = (sorted((tmp_path / f"report-{s}").iterdir()) for s in ("runs", "small"))
     assert [f.read_bytes() for f in full] == [f.read_bytes() for f in small]
 
@@ -250,7 +250,7 @@ def test_one_client_of_a_single_run(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_clients_with_one_test_sample_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Noise and spread cannot be told apart: neither floor nor corrected variance."""
+    """Noise and spread cannot be separated: neither floor nor corrected variance."""
     few = {"samples": 30, "clients": 6, "split": [0.6, 0.2, 0.2]}
     folder = swept(tmp_path, data=few, partition={"name": "iid"})
     (group,) = gather(folder)

@@ -15,13 +15,13 @@ from fairvar.errors import RunFailed
 from fairvar.methods.aaggff import CDFS, VARIANCES
 from fairvar.methods.base import Replies
 from fairvar.methods.simplex import (
+    converge,
     distance_from_minimum,
     enough_iterations,
     minimise_quadratic,
     minimise_within,
     project,
     project_within,
-    settle,
 )
 
 
@@ -67,7 +67,7 @@ def test_extreme_slopes(linear: list[float]) -> None:
     c = torch.tensor(linear, dtype=torch.float64)
     gram = torch.outer(c.sign() + 2, c.sign() + 2)
     p = minimise_quadratic(4.0, gram, c, torch.full_like(c, 1 / len(c)), 60)
-    torch.testing.assert_close(p, settle(4.0, gram, c, c.softmax(0)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(p, converge(4.0, gram, c, c.softmax(0)), rtol=0, atol=1e-12)
     if len(set(linear)) == 1:
         torch.testing.assert_close(p, torch.full_like(c, 1 / len(c)))
 
@@ -137,7 +137,7 @@ def test_weights_are_exact_in_every_round(kind: str, variant: str, clients: int)
             assert float(distance_from_minimum(diagonal, gram, c, weights)) < 1e-13
             if t % 20 == 19:
                 torch.testing.assert_close(
-                    weights, settle(diagonal, gram, c, share), rtol=0, atol=1e-12
+                    weights, converge(diagonal, gram, c, share), rtol=0, atol=1e-12
                 )
 
 

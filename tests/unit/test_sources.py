@@ -1,4 +1,4 @@
-"""Data sets of files: every format is read back as it was written, wherever it lies."""
+"""Data sets of files: every format is read back as it was written, from every usual place."""
 
 from __future__ import annotations
 

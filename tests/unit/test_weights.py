@@ -172,7 +172,7 @@ def test_code_in_a_pickle_never_runs(saved: Path, protocol: int) -> None:
 def pickled(
     *, storage: Any = ("storage", "torch FloatStorage", "0", "cpu", 6), **tensor: Any
 ) -> bytes:
-    """A one-tensor state dict as torch writes it, with lies."""
+    """A one-tensor state dict as torch writes it, with forged entries."""
     tag, kind, key, place, count = storage
 
     def text(value: str) -> bytes:

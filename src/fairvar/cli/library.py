@@ -147,10 +147,10 @@ def run_table(folder: Path, manifest: Mapping[str, Any]) -> Table:
     )
 
 
-def agreement_table(found: Sequence[verify.Agreement], seed: int) -> Table:
+def agreement_table(found: Sequence[verify.Rerun], seed: int) -> Table:
     """Stored runs compared with their first rounds, run again."""
 
-    def row(each: verify.Agreement) -> Sequence[object]:
+    def row(each: verify.Rerun) -> Sequence[object]:
         facts, allowed = each.to_dict(), verify.tolerance(each.run.config)
         alpha = "" if facts["alpha"] is None else f"alpha {facts['alpha']:g}, "
         name = f"{facts['method']}, {facts['protocol']}, {alpha}lr {facts['lr']:g}"

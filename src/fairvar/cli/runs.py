@@ -88,7 +88,7 @@ def demo(
         lib.sweep.run_sweep(groups, out / "runs", report, processes)
     # The folder may hold runs of earlier demos with other options.
     names = {lib.runner.run_folder(cell, out).name for cell in cells}
-    tables, files = lib.files.write_report(lib.results.gather(out / "runs", only=names), out, TITLE)
+    tables, files = lib.files.write_files(lib.results.gather(out / "runs", only=names), out, TITLE)
     show_report(tables, files, json)
     if not json:
         say(NOTE)

@@ -11,6 +11,7 @@ of theirs.
 
 from __future__ import annotations
 
+import csv
 import errno
 import hashlib
 import io
@@ -18,7 +19,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -98,9 +99,9 @@ def read_bytes(path: Path, most: int, *, follow: bool = True) -> bytes:
         return file.read()
 
 
-def digest(file: Any, kind: Any = "sha256") -> str:
-    """Checksum of an open file in little memory; it is then at its start again."""
-    found = hashlib.file_digest(file, kind).hexdigest()
+def digest(file: Any) -> str:
+    """SHA-256 of an open file in little memory; it is then at its start again."""
+    found = hashlib.file_digest(file, "sha256").hexdigest()
     file.seek(0)
     return found
 
@@ -171,6 +172,13 @@ def write_bytes(path: Path, content: bytes) -> None:
     except OSError as error:
         needed = f"{len(content):,} bytes needed"
         raise RunFailed(f"cannot write {path}: {error.strerror or error} ({needed})") from None
+
+
+def csv_text(rows: Iterable[Sequence[object]]) -> str:
+    """Rows as CSV, the same on every system."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 # -- sealed records and files ----------------------------------------------------------------------

@@ -80,7 +80,7 @@ def load_federation(
     "auto" does so where there is a pool. `seed` decides who holds what, not how training runs.
 
     Sets that are read from files (`sources.SOURCES`) merge their official training and test parts,
-    unless holdout is "pool": then the test part is the pool. `root` is where the files lie;
+    unless holdout is "pool": then the test part is the pool. `root` is the folder of the files;
     `fraction` or `samples` take a stratified part, always the same one.
     """
     if not isinstance(name, str) or name not in DATASET_NAMES:

@@ -7,7 +7,6 @@ fill the disk nor send a shorter file; a file with another SHA-256 is deleted.
 from __future__ import annotations
 
 import errno
-import hashlib
 import http.client
 import os
 import time
@@ -21,7 +20,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from fairvar.common.files import open_regular
+from fairvar.common.files import digest, open_regular
 from fairvar.data.readers.arrays import IDX_FILES
 from fairvar.errors import BadInput, RunFailed, cause, unknown
 
@@ -109,7 +108,7 @@ def datasets_dir() -> Path:
 
 def file_digest(path: Path) -> str:
     with open_regular(path, MOST_BYTES) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return digest(file)
 
 
 def fetch(

@@ -1,4 +1,4 @@
-"""The data sets that are read from files: what they are, where they lie, how they are scaled.
+"""The data sets that are read from files: what they are, where they are found, how they are scaled.
 
 What is slow to decode is kept in the cache, with its SHA-256 in a second file. A damaged one is
 decoded again, and a cache that cannot be written costs time only; both print one line on the
@@ -33,7 +33,7 @@ from fairvar.data.fetch import (
     datasets_dir,
     file_digest,
 )
-from fairvar.data.readers import Layout, Samples, arrays, images, text, unreadable
+from fairvar.data.readers import FileLayout, Samples, arrays, images, text, unreadable
 from fairvar.errors import BadInput, FairvarError, cause, unknown
 
 MOST_NOTE = 1 << 10  # bytes of a remembered checksum
@@ -46,10 +46,10 @@ RESEARCH = "published for research, no explicit licence; cite "
 
 @dataclass(frozen=True)
 class Source:
-    """A data set of files. `folders`: where under a folder of data sets it may lie."""
+    """A data set of files. `folders`: where below a folder of data sets it may be."""
 
     title: str
-    layouts: tuple[Layout, ...]
+    layouts: tuple[FileLayout, ...]
     folders: tuple[str, ...] = ("",)
     scale: Scale | None = None  # None: mean and sd of the training pixels themselves
     images: int = 0  # official number of samples, training and test part together; 0: any
@@ -162,7 +162,7 @@ def _provenance(source: Source, samples: Samples) -> str:
 
 
 def _places(name: str, root: Root) -> Iterator[Path]:
-    """Where a set may lie: below the given root only, or below the usual two folders."""
+    """Where a set may be: below the given root only, or below the usual two folders."""
     folders = SOURCES[name].folders
     bases = [Path(b).expanduser() for b in (os.environ.get("FAIRVAR_DATA"), datasets_dir()) if b]
     if root is not None:
@@ -170,7 +170,7 @@ def _places(name: str, root: Root) -> Iterator[Path]:
     yield from (base / folder for base in bases for folder in folders)
 
 
-def locate(name: str, root: Root = None) -> tuple[Layout, list[Path]]:
+def locate(name: str, root: Root = None) -> tuple[FileLayout, list[Path]]:
     """The files of a data set, or a `BadInput` that says where it was looked for."""
     if name not in SOURCES:
         raise unknown("data set of files", name, SOURCES)
@@ -244,7 +244,7 @@ def verify(name: str, root: Root = None) -> list[tuple[str, bool, str]]:
 # --- the cache --------------------------------------------------------------------------------
 
 
-def read_through_cache(name: str, layout: Layout, paths: Sequence[Path]) -> Samples:
+def read_through_cache(name: str, layout: FileLayout, paths: Sequence[Path]) -> Samples:
     """`layout.read(paths)`, from the cache if these very files were decoded before."""
     identity = _identity(name, paths) if layout.cached else None
     file = cache_dir() / f"{name}-{identity}.npz"

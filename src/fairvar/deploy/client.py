@@ -41,7 +41,7 @@ from fairvar.runs.formats import load_tensors
 from fairvar.scores import Metric
 
 FORMAT = 1  # of messages; server and client must have the same
-Exchange = Literal["probe", "train", "evaluate"]
+ExchangeKind = Literal["probe", "train", "evaluate"]
 Number = int | float
 MODEL, BUFFERS, GRADIENT = "x", "buffer", "g"  # groups of arrays: "x/weight"
 MEAN_LOSS, LOSS, SAMPLES, ACCURACY = "a", "loss", "samples", "accuracy"  # numbers; "test/loss"
@@ -57,7 +57,7 @@ ROUNDS = "/rounds"  # in the file of a personal model; no parameter has such a n
 class Stamp(NamedTuple):
     """Identifies a request; a reply carries the stamp of its request."""
 
-    exchange: Exchange
+    exchange: ExchangeKind
     round: int
     attempt: int = 0
     format: int = FORMAT

@@ -187,7 +187,7 @@ class Notes(msgspec.Struct):
         self.more_refused = dict(Counter(self.more_refused) + counted(refused[room:]))
 
     def count_samples(self, good: Mapping[int, Message]) -> None:
-        """Record the clients' numbers of samples, which only their replies tell."""
+        """Record the clients' numbers of samples, which only their replies have."""
         for i, reply in good.items():
             for part, counts in self.samples.items():
                 key = SAMPLES if part == "train" else f"{part}/{SAMPLES}"

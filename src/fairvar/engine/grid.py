@@ -24,11 +24,11 @@ from fairvar.engine.kernels.linear import Linear, grams_pay
 from fairvar.engine.kernels.linear.dual import affine_names
 from fairvar.engine.keys import operations_key
 from fairvar.engine.losses import LOSSES, LossFunction
-from fairvar.engine.recorder import Checkpoint, check_tables, scored_keys
+from fairvar.engine.recorder import Checkpoint, resumed, scored_keys
 from fairvar.engine.run import Run, arithmetic
 from fairvar.engine.server import Aggregator
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
-from fairvar.engine.state import GOING, check_fits, initial_state
+from fairvar.engine.state import GOING, initial_state
 from fairvar.engine.train import prepare, provenance
 from fairvar.engine.trainer import Keep, Progress, Runs, train_rounds
 from fairvar.errors import BadInput
@@ -121,13 +121,8 @@ class Grid:
     def _start(self, member: Member, scored: Sequence[Key]) -> Checkpoint:
         params = _first_parameters(self.run, member)
         fresh = initial_state(member.method, params, {}, self.run.clients, self.run.optimiser)
-        start = member.start
-        if start is None:
-            return Checkpoint(fresh, None)
-        state = check_fits(start.state, fresh, member.settings.rounds)
-        metric = self.run.task.metric
-        check_tables(start, self.run.participation, scored, metric, every_round=False)
-        return start._replace(state=state.to(self.run.device))
+        rounds = member.settings.rounds
+        return resumed(self.run, member.start, fresh, rounds, scored, every_round=False)
 
     def in_order(self, made: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Checkpoints of the parts in the order of the members."""
@@ -152,8 +147,7 @@ def trains_together(members: Sequence[Member], federation: Federation, loss: str
     known &= first.method.personal is None  # each run would hold a model per client
     if not known or first.settings.engine not in ("auto", "linear"):
         return False
-    module = first.model if isinstance(first.model, nn.Module) else _build(first, federation)
-    if affine_names(module, federation.train.x) is None:
+    if affine_names(_module(first, federation), federation.train.x) is None:
         return False
     settings = msgspec.structs.replace(first.settings, capture=False)
     try:
@@ -169,8 +163,7 @@ def trains_together(members: Sequence[Member], federation: Federation, loss: str
 def members_that_fit(members: Sequence[Member], federation: Federation) -> int:
     """How many such runs fit a fixed memory budget together."""
     first = members[0]
-    module = first.model if isinstance(first.model, nn.Module) else _build(first, federation)
-    weight = next(module.parameters())
+    weight = next(_module(first, federation).parameters())
     train, *others = (len(split.y) for split in federation.splits.values())
     columns = COLUMNS * (max(train, *others) if others else train)
     memory = sum(v.numel() for v in first.method.initial_memory(federation.clients).values())
@@ -180,8 +173,9 @@ def members_that_fit(members: Sequence[Member], federation: Federation) -> int:
     return max(1, budget // (floats * width))
 
 
-def _build(member: Member, federation: Federation) -> nn.Module:
-    assert isinstance(member.model, str)
+def _module(member: Member, federation: Federation) -> nn.Module:
+    if isinstance(member.model, nn.Module):
+        return member.model
     classes, seed = federation.classes or 1, member.settings.seed
     return build(member.model, federation.input_shape, classes, seed)
 
@@ -222,10 +216,7 @@ def _vmaps(run: Run, methods: list[Method]) -> bool:
 
 def _first_parameters(run: Run, member: Member) -> Tree:
     """The member's initial parameters. All else of the model is that of the first member."""
-    model = member.model
-    if isinstance(model, str):
-        shape, classes = run.federation.input_shape, run.federation.classes or 1
-        model = build(model, shape, classes, member.settings.seed)
+    model = _module(member, run.federation)
     params = {k: p.detach() for k, p in model.named_parameters()}
     shapes = {k: p.shape for k, p in run.task.params.items()}
     if {k: p.shape for k, p in params.items()} != shapes:

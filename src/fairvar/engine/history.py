@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,7 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fairvar.common import display
-from fairvar.common.files import pack_files, write_bytes
+from fairvar.common.files import csv_text, pack_files, write_bytes
 from fairvar.data.federation import SPLITS
 from fairvar.engine.state import State
 from fairvar.errors import BadInput, shown
@@ -57,11 +55,8 @@ class Frame(dict[str, np.ndarray]):
         return pandas.DataFrame(dict(self))
 
     def to_csv(self) -> str:
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(self.keys())
-        writer.writerows(zip(*(column.tolist() for column in self.values()), strict=True))
-        return text.getvalue()
+        rows = zip(*(column.tolist() for column in self.values()), strict=True)
+        return csv_text([tuple(self), *rows])
 
 
 class Measured(dict[Key, Tensor]):
@@ -296,9 +291,8 @@ class History:
                 else "the personal models are not here: they stay on the nodes of a deployed run, "
                 "and condensed runs keep no models"
             )
-        clients = self.loss.shape[1]
-        if not isinstance(client, int) or not 0 <= client < clients:
-            raise BadInput(f"client = {shown(client)}: there are clients 0 to {clients - 1}")
+        if not isinstance(client, int) or not 0 <= client < self.clients:
+            raise BadInput(f"client = {shown(client)}: there are clients 0 to {self.clients - 1}")
         return {name: leaf[client] for name, leaf in models.items()}
 
     def fairness(
@@ -355,7 +349,7 @@ def join(first: History, later: History) -> History:
     start = later.state.round - later.rounds
     differ = [
         (first.method == later.method, f"{later.method!r} is not {first.method!r}"),
-        (_counts(first) == _counts(later), "they have other clients"),
+        (sizes_of(first) == sizes_of(later), "they have other clients"),
         (first.metric == later.metric, "they are scored by other metrics"),
         (first.participant_loss.shape[1] == later.participant_loss.shape[1],
          "other numbers of clients take part in a round"),
@@ -387,7 +381,8 @@ def join(first: History, later: History) -> History:
     return replace(later, **whole, provenance={**later.provenance, "seconds": seconds})
 
 
-def _counts(history: History) -> dict[str, list[int]]:
+def sizes_of(history: History) -> dict[str, list[int]]:
+    """The clients' numbers of samples, by split."""
     return {split: counts.tolist() for split, counts in history.samples.items()}
 
 

@@ -96,21 +96,14 @@ def new_clients(
     client takes from the global model on its own training data; 0 is the global model itself. The
     steps are those of a round of FedAvg with `local_steps`, in the engine's own code.
     """
-    if not isinstance(history, History) or not isinstance(federation, Federation):
-        raise BadInput("new_clients(history, model, federation): give what `train` returned, its "
-                       "model, and a Federation of the new clients")  # fmt: skip
-    if history.divergence is not None:
-        raise BadInput(f"new_clients: {history.divergence}")
-    counts = [steps] if isinstance(steps, int) else list(steps)
-    if not counts or any(not isinstance(k, int) or isinstance(k, bool) or k < 0 for k in counts):
-        raise BadInput(f"steps = {shown(steps)}: give whole numbers, at least 0")
+    counts = _checked(history, federation, steps)
     splits = tuple(split for split in evaluate_splits if split in federation.splits)
     if not splits:
         raise BadInput(f"the new clients have no {' or '.join(evaluate_splits)} data to be "
                        "measured on; give them some where the federation is made")  # fmt: skip
     first = next(iter(history.model.values()))
     found: dict[Place, Scores] = {}
-    for k in sorted(set(counts)):
+    for k in counts:
         settings = TrainSettings(
             rounds=1,
             lr=lr,
@@ -123,15 +116,28 @@ def new_clients(
         )
         prepared = prepare(model, federation, FedAvg(), loss, settings)
         found |= {(s, k): scores for s, scores in _scores(prepared, history, splits, k).items()}
-    places = [(split, k) for split in splits for k in sorted(set(counts))]
+    places = [(split, k) for split in splits for k in counts]
     return NewClients(
         method=history.method.label,
-        steps=tuple(sorted(set(counts))),
+        steps=tuple(counts),
         accuracy={place: found[place].accuracy for place in places},
         loss={place: found[place].loss for place in places},
         samples={split: federation.splits[split].counts for split in splits},
         client_names=federation.client_names,
     )
+
+
+def _checked(history: object, federation: object, steps: int | Sequence[int]) -> list[int]:
+    """The numbers of steps, each once and rising."""
+    if not isinstance(history, History) or not isinstance(federation, Federation):
+        raise BadInput("new_clients(history, model, federation): give what `train` returned, its "
+                       "model, and a Federation of the new clients")  # fmt: skip
+    if history.divergence is not None:
+        raise BadInput(f"new_clients: {history.divergence}")
+    counts = [steps] if isinstance(steps, int) else list(steps)
+    if not counts or any(not isinstance(k, int) or isinstance(k, bool) or k < 0 for k in counts):
+        raise BadInput(f"steps = {shown(steps)}: give whole numbers, at least 0")
+    return sorted(set(counts))
 
 
 def _scores(

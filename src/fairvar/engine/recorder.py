@@ -25,7 +25,7 @@ from fairvar.engine.history import (
 )
 from fairvar.engine.run import Run
 from fairvar.engine.settings import EvaluateSettings
-from fairvar.engine.state import GOING, DoesNotFit, Outcome, State
+from fairvar.engine.state import GOING, DoesNotFit, Outcome, State, check_fits
 from fairvar.methods.base import Method
 from fairvar.scores import ACCURACY, LOSS, Metric
 
@@ -231,6 +231,23 @@ def scored_keys(splits: Sequence[str], when: EvaluateSettings, method: Method) -
     """The (split, model) pairs of an evaluation."""
     asked = {"global": True, "local": when.local, "personal": method.personal is not None}
     return [(split, model) for split in splits for model in MODELS if asked[model]]
+
+
+def resumed(
+    run: Run,
+    start: Checkpoint | None,
+    fresh: State,
+    rounds: int,
+    scored: Sequence[Key],
+    every_round: bool = True,
+) -> Checkpoint:
+    """`start` on the run's device, after checking that the run can continue from it; without it the
+    initial state `fresh`."""
+    if start is None:
+        return Checkpoint(fresh, None)
+    state = check_fits(start.state, fresh, rounds)
+    check_tables(start, run.participation, scored, run.task.metric, every_round)
+    return start._replace(state=state.to(run.device))
 
 
 def check_tables(

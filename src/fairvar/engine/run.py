@@ -207,8 +207,8 @@ def block_width(task: Task, lengths: list[int]) -> int:
 
 
 def fits_blocked(task: Task, x: Tensor, lengths: list[int], width: int) -> bool:
-    """Whether all block gradients fit in memory. The limit is fixed, because the last bits depend
-    on the path."""
+    """Whether all block gradients fit in memory. On a CPU the limit is fixed, because the last bits
+    depend on the path."""
     blocks = sum(-(-length // width) for length in lengths)
     activations = 6 * blocks * width * task.activations
     floats = 3 * (blocks + len(lengths)) * size(task.params) + activations

@@ -35,7 +35,7 @@ from fairvar.engine.keys import operations_key
 from fairvar.engine.losses import LossFunction
 from fairvar.engine.optimiser import PLAIN, ServerOptimiser, check_optimiser
 from fairvar.engine.recorder import Checkpoint as Checkpoint
-from fairvar.engine.recorder import check_tables, scored_keys
+from fairvar.engine.recorder import resumed, scored_keys
 from fairvar.engine.run import (
     Run,
     arithmetic,
@@ -48,7 +48,7 @@ from fairvar.engine.run import (
     whole_tiles,
 )
 from fairvar.engine.settings import CONSTANT, EvaluateSettings, LrSchedule, TrainSettings
-from fairvar.engine.state import State, check_fits, initial_state
+from fairvar.engine.state import State, initial_state
 from fairvar.engine.task import Task, make_task
 from fairvar.engine.trainer import Keep, Runs, train_rounds
 from fairvar.engine.trainer import Progress as Progress
@@ -262,15 +262,11 @@ class Prepared:
         start: Checkpoint | None = None,
     ) -> Runs:
         """The run for the trainer, from its initial state or from a checkpoint."""
-        run, fresh = self.run, self.start()
+        run, kernel = self.run, self.kernel
         splits = tuple(s for s in when.splits if s in run.federation.splits)
-        if start is not None:
-            state = check_fits(start.state, fresh, rounds)
-            scored = scored_keys(splits, when, run.method)
-            check_tables(start, run.participation, scored, run.task.metric)
-            start = start._replace(state=state.to(run.device))
-        kernel = self.kernel
-        found = Runs(kernel, [start or Checkpoint(fresh, None)], splits, when.local)
+        scored = scored_keys(splits, when, run.method)
+        begin = resumed(run, start, self.start(), rounds, scored)
+        found = Runs(kernel, [begin], splits, when.local)
         if self.captures:
             found.captured = RECORDINGS.find(kernel, self.path, found.state, found.diverged_at)
         return found
@@ -335,65 +331,69 @@ def on_device(federation: Federation, device: torch.device, dtype: torch.dtype) 
     return federation.to(device, dtype)
 
 
+NORMS = ("norms of client updates", "clip_norm", "a bound on the penalty")
+BEYOND = {  # what a path cannot compute; vmapped computes all of it
+    "pooled": ("several local steps", "curvature", *NORMS, "products of client updates",
+               "a moving average of gradients", "buffers that change in training"),
+    "blocked": ("several local steps", *(f"curvature and {name}" for name in NORMS),
+                "curvature of this model", "products of client updates",
+                "buffers that change in training", "weight_decay and norms of client updates",
+                "averages that are no plain means"),
+    "linear": ("products of client updates", "averages that are no plain means",
+               "a moving average of gradients", "a penalty on some parameters", "weight_decay"),
+}  # fmt: skip
+
+
+def _needs(run: Run) -> dict[str, bool]:
+    """Which of these a run needs."""
+    method, curved, decays = run.method, run.method.uses_curvature, run.weight_decay > 0
+    there = (method.uses_norms, run.clip_norm is not None, method.penalty_bound is not None)
+    norms = dict(zip(NORMS, there, strict=True))
+    both = {f"curvature and {name}": curved and needed for name, needed in norms.items()}
+    return {
+        **norms,
+        **both,
+        "several local steps": not run.schedule.one_step,
+        "curvature": curved,
+        "curvature of this model": curved and not run.task.reverse_over_forward,
+        "products of client updates": method.uses_gram,
+        "averages that are no plain means": not method.broadcasts_means,
+        "a moving average of gradients": method.averages_gradients,
+        "a penalty on some parameters": method.penalises_some,
+        "buffers that change in training": run.task.moving_buffers,
+        "weight_decay": decays,
+        "weight_decay and norms of client updates": decays and method.uses_norms,
+    }
+
+
 def choose_path(run: Run, engine: str) -> str:
     """The fastest path that computes this method with this amount of local work."""
-    method, task = run.method, run.task
     if engine == "reference":
         return "reference"
     if engine == "linear" and not run.participation.everyone:
         raise BadInput('engine="linear" trains all clients; to train some of them use "auto"')
-    if task.loop_only:
-        if engine == "auto":
-            reasons = "; ".join(task.loop_only)
-            warnings.warn(
-                f"clients are trained one after another: the model {reasons}", stacklevel=2
-            )
-            return "reference"
-        raise BadInput(f"engine={engine!r} cannot run this model: " + "; ".join(task.loop_only))
-    norms = method.uses_norms or run.clip_norm is not None or method.penalty_bound is not None
-    needs = [
-        (not run.schedule.one_step, "several local steps"),
-        (method.uses_curvature, "curvature"),
-        (method.uses_norms, "norms of client updates"),
-        (method.uses_gram, "products of client updates"),
-        (run.clip_norm is not None, "clip_norm"),
-        (method.penalty_bound is not None, "a bound on the penalty"),
-        (method.averages_gradients, "a moving average of gradients"),
-        (task.moving_buffers, "buffers that change in training"),
-    ]
-    found = [why for applies, why in needs if applies]
-    bends = method.uses_curvature and not norms and task.reverse_over_forward
-    blockable = run.schedule.one_step and not task.moving_buffers and not method.uses_gram
-    blockable &= bends or not method.uses_curvature
-    blockable &= not (run.weight_decay and method.uses_norms) and method.broadcasts_means
-    if engine == "pooled" and found:
-        raise BadInput(f'engine="pooled" cannot do {" and ".join(found)}; use "auto"')
-    if engine == "blocked" and not blockable:
-        found += ["weight_decay"] if run.weight_decay else []
-        found += [] if method.broadcasts_means else ["averages that are no plain means"]
-        raise BadInput(f'engine="blocked" cannot do {" and ".join(found)}; use "auto"')
-    affine = is_affine(task, run.federation.train.x)
+    if run.task.loop_only:
+        reasons = "; ".join(run.task.loop_only)
+        if engine != "auto":
+            raise BadInput(f"engine={engine!r} cannot run this model: {reasons}")
+        warnings.warn(f"clients are trained one after another: the model {reasons}", stacklevel=2)
+        return "reference"
+    affine = is_affine(run.task, run.federation.train.x)
     if engine == "linear" and not affine:
         raise BadInput('engine="linear" is for linear models with a known loss; use "auto"')
-    beyond = [
-        (method.uses_gram, "products of client updates"),
-        (not method.broadcasts_means, "averages that are no plain means"),
-        (method.averages_gradients, "a moving average of gradients"),
-        (method.penalises_some, "a penalty on some parameters"),
-        (run.weight_decay > 0, "weight_decay"),
-    ]
-    not_dual = [why for applies, why in beyond if applies]
-    if engine == "linear" and not_dual:
-        raise BadInput(f'engine="linear" cannot do {" and ".join(not_dual)}; use "auto"')
+    needs = _needs(run)
+    beyond = {path: [name for name in names if needs[name]] for path, names in BEYOND.items()}
+    if found := beyond.get(engine):
+        raise BadInput(f'engine="{engine}" cannot do {" and ".join(found)}; use "auto"')
     if engine != "auto":
         return engine
-    dual = affine and run.participation.everyone and not not_dual
-    if dual and (not found or grams_pay(run)):
+    dual = affine and run.participation.everyone and not beyond["linear"]
+    if dual and (not beyond["pooled"] or grams_pay(run)):
         return "linear"
-    if not found:
+    if not beyond["pooled"]:
         return "pooled"
     x, lengths = one_input(run.federation.train.x), run.participation.largest(run.schedule.lengths)
-    fits = blockable and fits_blocked(task, x, lengths, run.block)
+    fits = not beyond["blocked"] and fits_blocked(run.task, x, lengths, run.block)
     return "blocked" if fits else "vmapped"
 
 

@@ -84,7 +84,7 @@ def _solve(diagonal: float, gram: Tensor, linear: Tensor, start: Tensor, iterati
     if iterations:
         p = project(start)
         return _iterate(diagonal, gram, linear, p, p, iterations)[0]
-    return settle(diagonal, gram, linear, start)
+    return converge(diagonal, gram, linear, start)
 
 
 @_solve.register_vmap
@@ -100,7 +100,7 @@ def _solve_together(
     return _solve(diagonal, gram, linear, start, iterations), 0
 
 
-def settle(
+def converge(
     diagonal: float,
     gram: Float64[Tensor, "*runs n n"],
     linear: Float64[Tensor, "*runs n"],

@@ -12,14 +12,14 @@ import numpy as np
 from msgspec.structs import replace as with_fields
 
 from fairvar.common import display
-from fairvar.engine.history import BY_MODEL, Frame, History
+from fairvar.engine.history import BY_MODEL, Frame, History, sizes_of
 from fairvar.errors import BadInput, shown, unknown
 from fairvar.metrics import mean_and_variance
 from fairvar.report import compare as pairs
 from fairvar.report.files import FORMATS, group_table, result_figures
 from fairvar.report.paired import Paired
 from fairvar.report.result_tables import result_table, shorten
-from fairvar.report.style import Figure
+from fairvar.report.style import BASELINE, Figure
 from fairvar.report.style import save as save_figure
 from fairvar.report.table import Column, Row, Table, render, texts_of
 from fairvar.runs.config import Config
@@ -30,7 +30,6 @@ from fairvar.runs.select import Criterion
 from fairvar.runs.trials import Result, Trial
 
 Histories = Mapping[str, History | Sequence[History]]
-BASELINE = "FedAvg"
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +242,7 @@ def _trials(runs: Histories) -> tuple[list[Trial], list[str]]:
     every = [history for found in chosen.values() for history in found]
     first = every[0]
     for history in every:
-        if _sizes(history) != _sizes(first):
+        if sizes_of(history) != sizes_of(first):
             raise BadInput("the histories are of different clients, which cannot be paired: train "
                            "all methods on the same federation")  # fmt: skip
     if len({h.metric for h in every}) > 1:
@@ -264,10 +263,6 @@ def _by_seed(label: object, given: History | Sequence[History]) -> dict[int, His
     if len(found) < len(histories):
         raise BadInput(f"{shown(label)} has two histories of one seed; train with seed=0, 1, …")
     return found
-
-
-def _sizes(history: History) -> dict[str, list[int]]:
-    return {split: counts.tolist() for split, counts in history.samples.items()}
 
 
 def _at_end(history: History) -> History:

@@ -457,15 +457,7 @@ def front(
     for label in dict.fromkeys(p.label for p in kept):  # a call per point makes a large file
         mine = np.array([p.label == label for p in kept])
         axes.plot(x[mine], y[mine], "o", ms=2.8, mew=0, color=style_of(label).colour, alpha=0.45)
-    marks = []
-    for p in chosen:
-        kind = style_of(p.label)
-        bars = axes.errorbar(
-            p.accuracy * 100, p.variance * 100, _percent(p.variance_error),
-            _percent(p.accuracy_error), fmt=kind.marker, ms=7, color=kind.colour, mec="white",
-            mew=0.7, elinewidth=0.8, zorder=5 if p.label == BASELINE else 4,
-        )  # fmt: skip
-        marks.append(bars.lines[0])
+    marks = [_draw_chosen(axes, p) for p in chosen]
     _front_limits(axes, kept, noise_floor)
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     i = pareto_front(metric.sign * x, y)
@@ -487,6 +479,17 @@ def front(
         figure.legend(marks, names, loc="outside lower center", ncols=across, frameon=False,
                       columnspacing=1.2, handletextpad=0.3)  # fmt: skip
     return figure
+
+
+def _draw_chosen(axes: Axes, p: Point) -> Any:
+    """A mark with standard errors; returns it for the legend."""
+    kind = style_of(p.label)
+    bars = axes.errorbar(
+        p.accuracy * 100, p.variance * 100, _percent(p.variance_error),
+        _percent(p.accuracy_error), fmt=kind.marker, ms=7, color=kind.colour, mec="white",
+        mew=0.7, elinewidth=0.8, zorder=5 if p.label == BASELINE else 4,
+    )  # fmt: skip
+    return bars.lines[0]
 
 
 def _percent(error: float | None) -> float:

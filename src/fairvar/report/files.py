@@ -151,7 +151,7 @@ def _title(group: Group) -> str:
     return ", ".join(parts)
 
 
-def write_report(groups: Sequence[Group], out: Path, title: str) -> tuple[list[Table], list[Path]]:
+def write_files(groups: Sequence[Group], out: Path, title: str) -> tuple[list[Table], list[Path]]:
     """All tables and figures, and index.html; returns the tables and the files."""
     tables = [group_table(group) for group in groups]
     texts: dict[str, str] = {}

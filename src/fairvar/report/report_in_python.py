@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fairvar.report.files import write_report as write
+from fairvar.report.files import write_files
 from fairvar.report.result_tables import shorten
 from fairvar.report.table import Table, render
 from fairvar.runs.config import Config
@@ -66,7 +66,7 @@ def write_report(
         groups = gather(folder, rule=rule, model=model, only=only)
         check_writable(target)  # bad input must write nothing
         heading = title or f"fairvar: {groups[0].config.name}"
-        tables, files = write(groups, target, heading)
+        tables, files = write_files(groups, target, heading)
         report(1, 1, "done")
     return Report(tables, files)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fairvar.common.files import csv_text
 from fairvar.metrics import RESAMPLES, Fairness, variance_in_units
 from fairvar.report.compare import WHICH, data_title, paired, uncorrected
 from fairvar.report.paired import Paired
@@ -23,7 +24,6 @@ from fairvar.report.table import (
     csv_rows,
     over_seeds,
     render,
-    write_csv,
 )
 from fairvar.runs.trials import Group, Result
 from fairvar.scores import ACCURACY, Metric
@@ -290,7 +290,7 @@ def overview_files(groups: WithTables) -> dict[str, str]:
     return {
         "table.md": "\n".join(render(table, "markdown") for table in found),
         "table.tex": "\n".join(render(table, "latex") for table in found),
-        "table.csv": write_csv(_all_rows(groups)),
+        "table.csv": csv_text(_all_rows(groups)),
     }
 
 
@@ -322,7 +322,7 @@ def clients_csv(groups: Sequence[Group]) -> str:
     others = [group.metric.name for group in groups if group.metric != ACCURACY]
     columns = list(product([*counts, *dict.fromkeys(others)], models))
     head = (*HEAD, *(f"{quantity}_{model}" for quantity, model in columns))
-    return write_csv(chain([head], *(_rows(group, columns) for group in groups)))
+    return csv_text(chain([head], *(_rows(group, columns) for group in groups)))
 
 
 def _has_labels(group: Group) -> bool:

@@ -6,7 +6,6 @@ A table holds finished numbers and how many digits they have.
 
 from __future__ import annotations
 
-import csv
 import io
 import math
 import re
@@ -23,6 +22,7 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from fairvar.common.files import csv_text
 from fairvar.errors import BadInput, unknown
 
 MISSING = "–"  # never measured
@@ -312,7 +312,7 @@ def to_csv(table: Table) -> str:
     A cell that was not measured is empty; a diverged one is "div.", so that averaging the column
     fails instead of skipping it.
     """
-    return write_csv(csv_rows(table))
+    return csv_text(csv_rows(table))
 
 
 def csv_rows(table: Table) -> Iterator[list[str]]:
@@ -322,12 +322,6 @@ def csv_rows(table: Table) -> Iterator[list[str]]:
     for row in table.rows:
         cells = (_csv(row.cells.get(column.key)) for column in table.columns)
         yield [row.label, *(text for pair in cells for text in pair)]
-
-
-def write_csv(rows: Iterable[Sequence[object]]) -> str:
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(rows)
-    return out.getvalue()
 
 
 def _csv(cell: Cell) -> tuple[str, str]:

@@ -38,8 +38,8 @@ from fairvar.runs.formats import MANIFEST, SLOTS, lock_of, save_files, store_run
 from fairvar.runs.identity import forget_files, identity_of, user_modules
 from fairvar.runs.own import Own, in_use, load, searching
 from fairvar.runs.runner import (
-    Group,
     Interrupted,
+    RunGroup,
     Watch,
     compute,
     federation_of,
@@ -53,17 +53,17 @@ from fairvar.runs.runner import (
 from fairvar.runs.sweep import MOST_RESTARTS, failure_of
 
 SECONDS = 60.0  # that a task computes before it returns a checkpoint
-MOST_SENT = 1 << 30  # bytes of data and weights; more must lie on the nodes
+MOST_SENT = 1 << 30  # bytes of data and weights; more must be on the nodes
 Files = dict[str, bytes]  # by path below a folder
 
 
-class Share(NamedTuple):
+class Needs(NamedTuple):
     """The resources of a node that a task takes. None: train.threads CPUs; one GPU for "cuda"."""
 
     cpus: float | None = None
     gpus: float | None = None
 
-    def check(self) -> Share:
+    def check(self) -> Needs:
         cpus, gpus = 1.0 if self.cpus is None else self.cpus, self.gpus or 0.0
         if not (0 < cpus < inf and 0 <= gpus < inf):
             raise BadInput("--ray-cpus must be above 0 and --ray-gpus 0 or more")
@@ -71,14 +71,14 @@ class Share(NamedTuple):
             raise BadInput(f"--ray-gpus {gpus:g}: give a share of one GPU or a whole number")
         return self
 
-    def of(self, part: Group) -> dict[str, float]:
+    def of(self, part: RunGroup) -> dict[str, float]:
         train = part[0].train
         cpus = float(train.threads) if self.cpus is None else self.cpus
         gpus = float(train.device.startswith("cuda")) if self.gpus is None else self.gpus
         return {"CPU": cpus, "GPU": gpus}
 
 
-class Batch(NamedTuple):
+class TaskInput(NamedTuple):
     """What a task computes: runs that train together."""
 
     configs: list[str]  # as TOML
@@ -97,7 +97,7 @@ class Parcel(NamedTuple):
     files: Files
 
 
-class Result(NamedTuple):
+class Output(NamedTuple):
     """What a task returns: files of finished runs, or checkpoints, or why it failed."""
 
     files: Files
@@ -107,11 +107,11 @@ class Result(NamedTuple):
 
 
 def run_on_ray(
-    groups: Sequence[Group],
+    groups: Sequence[RunGroup],
     out: Path,
     address: str,
     report: Report,
-    share: Share = Share(),  # noqa: B008  # a constant
+    share: Needs = Needs(),  # noqa: B008  # a constant
     seconds: float = SECONDS,
 ) -> None:
     """Compute the missing runs of these groups on a Ray cluster, and store them here."""
@@ -121,11 +121,7 @@ def run_on_ray(
     todo = [part for group in groups for part in parts_to_do(group, out)]
     if not todo:
         return
-    try:
-        ray.init(address=address, log_to_driver=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise BadInput(f"cannot use Ray at {address}: {cause(error)}; is the cluster up, and does "
-                       "it ask for a token (RAY_AUTH_MODE)?") from None  # fmt: skip
+    _connect(ray, address)
     with ExitStack() as held:
         held.callback(ray.shutdown)
         asked = held.enter_context(stop_signals())  # ray.init replaces the handler of SIGTERM
@@ -133,9 +129,9 @@ def run_on_ray(
             _check_room(ray.nodes(), needs)
         sent = ray.put(parcels_of(cells))
         task, code = ray.remote(max_retries=0)(_task), own_files(cells)
-        waiting, running = deque(todo), dict[Any, tuple[Group, ExitStack, int]]()
+        waiting, running = deque(todo), dict[Any, tuple[RunGroup, ExitStack, int]]()
 
-        def start(part: Group, locks: ExitStack, restarts: int = 0) -> None:
+        def start(part: RunGroup, locks: ExitStack, restarts: int = 0) -> None:
             needs = share.of(part)
             work = make_batch(part, out, code, seconds)
             given = task.options(num_cpus=needs["CPU"], num_gpus=needs["GPU"])
@@ -152,7 +148,7 @@ def run_on_ray(
             for reference in ready:
                 part, locks, restarts = running.pop(reference)
                 try:
-                    result: Result = ray.get(reference)
+                    result: Output = ray.get(reference)
                 except ray.exceptions.RayError as error:  # the node or its worker was killed
                     if restarts == MOST_RESTARTS:
                         raise RunFailed(f"Ray gave up on a batch of runs: {cause(error)}") from None
@@ -167,7 +163,7 @@ def run_on_ray(
             report(done, len(cells), f"runs, on {nodes} node(s) of Ray at {address}")
 
 
-def accept(result: Result, part: Group, out: Path) -> bool:
+def accept(result: Output, part: RunGroup, out: Path) -> bool:
     """Store what a task returned; False if the batch must go on."""
     if result.exit_code:
         raise failure_of(result.exit_code, result.error)
@@ -185,12 +181,12 @@ def accept(result: Result, part: Group, out: Path) -> bool:
     return True
 
 
-def make_batch(part: Group, out: Path, code: Files, seconds: float = SECONDS) -> Batch:
+def make_batch(part: RunGroup, out: Path, code: Files, seconds: float = SECONDS) -> TaskInput:
     home, saved = home_of(part, out), {}
     for slot in SLOTS:
         with suppress(OSError):
             saved[slot] = (home / slot).read_bytes()
-    return Batch(
+    return TaskInput(
         configs=[cell.to_toml() for cell in part],
         names=_names(part),
         versions=_versions(part),
@@ -210,7 +206,7 @@ def _versions(cells: Sequence[Config]) -> dict[str, str]:
     return {k: v for k, v in checkpoint_key(identity_of(cells[0])).items() if k != "identity"}
 
 
-def _locked(part: Group, out: Path) -> ExitStack | None:
+def _locked(part: RunGroup, out: Path) -> ExitStack | None:
     """The locks of these runs; None if another process computes one of them."""
     with ExitStack() as held, suppress(Timeout):
         for folder in sorted(run_folder(cell, out) for cell in missing(part, out)):
@@ -231,6 +227,14 @@ def _import_ray(address: str) -> Any:
     return ray
 
 
+def _connect(ray: Any, address: str) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise BadInput(f"cannot use Ray at {address}: {cause(error)}; is the cluster up, and does "
+                       "it ask for a token (RAY_AUTH_MODE)?") from None  # fmt: skip
+
+
 def _room(nodes: Sequence[Mapping[str, Any]], needs: Mapping[str, float]) -> int:
     """How many such tasks the nodes can compute at a time."""
     alive = [node["Resources"] for node in nodes if node["Alive"]]
@@ -247,17 +251,17 @@ def _check_room(nodes: Sequence[Mapping[str, Any]], needs: Mapping[str, float]) 
 
 
 # -- on a node -------------------------------------------------------------------------------------
-def _task(batch: Batch, sent: Sequence[Any]) -> Result:
+def _task(batch: TaskInput, sent: Sequence[Any]) -> Output:
     import ray
 
     try:
         return compute_batch(batch, lambda: ray.get(sent[0]))
     except Exception as error:
         found: FairvarError = explained(error)
-        return Result({}, {}, found.exit_code, f"on a node of Ray: {found}")
+        return Output({}, {}, found.exit_code, f"on a node of Ray: {found}")
 
 
-def compute_batch(batch: Batch, sent: Callable[[], dict[str, Parcel]]) -> Result:
+def compute_batch(batch: TaskInput, sent: Callable[[], dict[str, Parcel]]) -> Output:
     """Compute these runs for some time. `sent` gives the files that the driver has."""
     if batch.own:
         _load_code(tuple(batch.own), tuple(batch.code.items()))
@@ -274,7 +278,7 @@ def compute_batch(batch: Batch, sent: Callable[[], dict[str, Parcel]]) -> Result
         try:
             histories = compute(cells, home, Watch(stopping=lambda: time.monotonic() > end))
         except Interrupted:
-            return Result({}, {s: (home / s).read_bytes() for s in SLOTS if (home / s).exists()})
+            return Output({}, {s: (home / s).read_bytes() for s in SLOTS if (home / s).exists()})
         data = federation_of(cells[0])
         record_federation(home, data)
         for path in home.glob("federations/*"):
@@ -284,7 +288,7 @@ def compute_batch(batch: Batch, sent: Callable[[], dict[str, Parcel]]) -> Result
         identity = identity_of(used)
         made = run_files(cell, history, data.provenance, identity=identity, group=group)
         files |= {f"{identity.name}/{file}": content for file, content in made.items()}
-    return Result(files, {})
+    return Output(files, {})
 
 
 def _with_files(

@@ -22,7 +22,7 @@ from fairvar.runs.formats import check_writable, is_complete
 from fairvar.runs.identity import forget_files
 from fairvar.runs.own import load_plugin
 from fairvar.runs.plan import Plan, differences
-from fairvar.runs.runner import Group, Watch, arrange, missing, run_cell, run_folder, start_note
+from fairvar.runs.runner import RunGroup, Watch, arrange, missing, run_cell, run_folder, start_note
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.sweep import Status, crowding, parse_budget, parse_shard, project, run_sweep
 
@@ -150,12 +150,12 @@ def sweep(
                 note(f"{todo} runs to do: about {cost} with {workers} worker(s), from a few timed "
                      "rounds")  # fmt: skip
         if ray is not None:
-            cluster.run_on_ray(groups, folder, ray, report, cluster.Share(ray_cpus, ray_gpus))
+            cluster.run_on_ray(groups, folder, ray, report, cluster.Needs(ray_cpus, ray_gpus))
         status = run_sweep(groups, folder, report, workers, seconds, save_every)
     return Sweep(folder, status, cells)
 
 
-def part_of(plan: Plan, shard: str | None, batch: bool = True) -> list[Group]:
+def part_of(plan: Plan, shard: str | None, batch: bool = True) -> list[RunGroup]:
     """The groups of runs of one part, such as "0/4"; of all without. Parts are whole groups, so
     that batches do not depend on them."""
     part, parts = (0, 1) if shard is None else parse_shard(shard)

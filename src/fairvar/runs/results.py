@@ -19,7 +19,7 @@ from fairvar.runs.config import Config, flat
 from fairvar.runs.formats import condensed_history, is_complete, read_sealed
 from fairvar.runs.select import Criterion
 from fairvar.runs.stored import StoredRun, recorded_federation
-from fairvar.runs.trials import Group, Summary, Trial, choose, first_run, with_varied
+from fairvar.runs.trials import Group, Summary, Trial, choose, one_stored_run, with_varied
 
 Rule = Callable[[Config], Criterion]
 Piece = StoredRun | Condensed
@@ -162,7 +162,7 @@ def _group(
     if asked is None:  # clients with personal models use these
         results = [replace(r, model="personal") if "personal" in r.trial.models else r
                    for r in results]  # fmt: skip
-    first = first_run(results)
+    first = one_stored_run(results)
     passport, federation = first.manifest["passport"], recorded_federation(first)
     return Group(first.config, criterion, passport, federation, trials, results,
                  deployed=first.deployed)  # fmt: skip

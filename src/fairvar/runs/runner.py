@@ -284,12 +284,12 @@ def record_federation(out: Path, federation: Federation) -> None:
 
 
 # -- batches of runs -------------------------------------------------------------------------------
-Group = tuple[Config, ...]
+RunGroup = tuple[Config, ...]
 MOST_TOGETHER = 100  # a compromise: a group is the work of one process, and a plan may have few
 GROUPS = ".groups"
 
 
-def arrange(cells: Sequence[Config], batch: bool = True) -> list[Group]:
+def arrange(cells: Sequence[Config], batch: bool = True) -> list[RunGroup]:
     """Divide the runs of a plan into groups that train as one batch; a group of one where a batch
     is not faster.
 
@@ -341,7 +341,7 @@ def run_cell(config: Config, out: Path, watch: Watch) -> dict[str, Any] | None:
     return manifest
 
 
-def run_group(group: Group, out: Path, watch: Watch) -> bool:
+def run_group(group: RunGroup, out: Path, watch: Watch) -> bool:
     """Compute and store the missing runs of a group; False if another process computes some."""
     folders = sorted(run_folder(cell, out) for cell in missing(group, out))
     try:
@@ -370,7 +370,7 @@ def _remove_empty(folders: Sequence[Path], out: Path) -> None:
             empty.rmdir()
 
 
-def parts_to_do(group: Group, out: Path) -> list[Group]:
+def parts_to_do(group: RunGroup, out: Path) -> list[RunGroup]:
     """The batches to train, so that the missing runs of a group get stored.
 
     The whole group if an earlier attempt left something; the runs of the former batch where a
@@ -380,7 +380,7 @@ def parts_to_do(group: Group, out: Path) -> list[Group]:
         return [group] if todo else []
     if any(files.keys() >= todo.keys() for files in formats.read_checkpoints(home_of(group, out))):
         return [group]
-    known, found = {_name(cell): cell for cell in group}, list[Group]()
+    known, found = {_name(cell): cell for cell in group}, list[RunGroup]()
     for name in [name for name in known if name not in todo]:
         before = _trained_with(out / name)
         if not todo.keys() & before:
@@ -402,7 +402,7 @@ def _trained_with(folder: Path) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _finish(part: Group, out: Path, watch: Watch) -> None:
+def _finish(part: RunGroup, out: Path, watch: Watch) -> None:
     """Train these runs, or continue where an earlier attempt was interrupted, and store the missing
     ones. (Stored ones train again with the others: the last bits may depend on the batch.)"""
     home, several = home_of(part, out), len(part) > 1
@@ -434,7 +434,7 @@ def _is_stored(out: Path, name: str) -> bool:
         return False
 
 
-def home_of(group: Group, out: Path) -> Path:
+def home_of(group: RunGroup, out: Path) -> Path:
     """Where the checkpoints of a group are: for a single run, its own folder."""
     if len(group) == 1:
         return formats.no_link(run_folder(group[0], out))

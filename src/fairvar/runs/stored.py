@@ -22,7 +22,7 @@ from fairvar.common.files import (
     unpack_files,
 )
 from fairvar.common.tree import Tree
-from fairvar.engine.history import History
+from fairvar.engine.history import History, sizes_of
 from fairvar.engine.keys import Identity, fingerprint
 from fairvar.engine.state import State, no_state
 from fairvar.errors import BadInput, IntegrityError, shown
@@ -52,7 +52,7 @@ Positive = Annotated[int, Meta(ge=1, le=2**62)]
 Amount = Annotated[float, Meta(ge=0, le=1e18)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=0, le=2**40)]
-Split = Literal["train", "valid", "test"]
+SplitName = Literal["train", "valid", "test"]
 S = TypeVar("S", bound="Stored")
 T = TypeVar("T")
 
@@ -100,8 +100,8 @@ class PartitionRecord(Record, frozen=True, kw_only=True):
     seed: Number | None = None
     holdout: Text | None = None
     split: list[Share] | None = None
-    split_sizes: dict[Split, list[Count]] | None = None
-    split_answers: dict[Split, list[Count]] | None = None  # positions, where samples are sequences
+    split_sizes: dict[SplitName, list[Count]] | None = None
+    split_answers: dict[SplitName, list[Count]] | None = None  # of sequences, positions
     normalisation: Normalisation | None = None
     partition: dict[Text, Any] | None = None
     fraction: Share | None = None
@@ -178,7 +178,7 @@ class Manifest(Record, frozen=True, kw_only=True):
     own_method: OwnMethod | None = None  # of a method that is not part of fairvar
 
 
-class Scores(Record, frozen=True, kw_only=True):
+class ScoresRecord(Record, frozen=True, kw_only=True):
     """The main numbers of one split and model after the last round; NaN where there are none."""
 
     mean: float
@@ -199,7 +199,7 @@ class RunManifest(Manifest, frozen=True, kw_only=True):
     exchanges_per_client: Number
     bytes_down_per_client: Number
     bytes_up_per_client: Number
-    result: dict[ScoreName, Scores]
+    result: dict[ScoreName, ScoresRecord]
     provenance: Provenance = msgspec.field(name="birth")
     condensed: bool = False
 
@@ -349,7 +349,7 @@ def _check_same_history(run: StoredRun, history: History) -> None:
     last = int(history.evaluated[-1]) if len(history.evaluated) else 0
     diverged = facts["diverged_at"]  # the last evaluation is missing if the run diverged
     whole = rounds if diverged is None else min(last, diverged, rounds - 1)
-    samples = {split: counts.tolist() for split, counts in history.samples.items()}
+    samples = sizes_of(history)
     recorded = facts["passport"]
     sizes = recorded.get("split_answers") or recorded.get("split_sizes") or samples
     if run.deployed is not None:  # clients that never reported their sizes have 0
@@ -392,7 +392,7 @@ def final_scores(history: History) -> dict[str, dict[str, float]]:
         if len(history.evaluated) and bool(table[-1].isfinite().any()):
             scores = history.fairness(split, model, resamples=0)  # intervals are not stored
             found[f"{split}/{model}"] = {
-                name: float(scores[name]) for name in Scores.__struct_fields__
+                name: float(scores[name]) for name in ScoresRecord.__struct_fields__
             }
     return found
 

@@ -43,8 +43,8 @@ from fairvar.runs.config import Config
 from fairvar.runs.formats import is_complete
 from fairvar.runs.identity import forget_files
 from fairvar.runs.runner import (
-    Group,
     Interrupted,
+    RunGroup,
     Watch,
     missing,
     run_folder,
@@ -88,7 +88,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def run_sweep(
-    groups: Sequence[Group],
+    groups: Sequence[RunGroup],
     out: Path,
     report: Report,
     workers: int = 1,
@@ -118,7 +118,7 @@ def run_sweep(
                 plain, count = list(map(plain_group, todo)), min(workers, len(todo))
                 stop = SPAWN.RawValue("b", 0)
                 code = own.in_use(cells)
-                task = Task(plain, out, meter.numbers, stop, count, save_every, code)
+                task = WorkerTask(plain, out, meter.numbers, stop, count, save_every, code)
                 run_workers(task, stopping, meter.show)
         except Interrupted:
             pass
@@ -139,7 +139,7 @@ def crowding(workers: int, threads: int, device: str, cores: int) -> str | None:
             f"use fewer --workers or train.threads=1")  # fmt: skip
 
 
-def project(groups: Sequence[Group], out: Path, workers: int) -> float:
+def project(groups: Sequence[RunGroup], out: Path, workers: int) -> float:
     """Seconds that the missing runs will take, from a few timed rounds of each kind of group."""
     seconds: dict[tuple[Any, ...], float] = {}
     costs = []
@@ -222,7 +222,7 @@ class Pulse:
 
 
 def work(
-    groups: Iterable[Group],
+    groups: Iterable[RunGroup],
     out: Path,
     stopping: Callable[[], bool],
     save_every: int | None,
@@ -240,7 +240,7 @@ def work(
 
 # -- worker processes ------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Task:
+class WorkerTask:
     """What all workers share."""
 
     groups: Sequence[dict[str, Any]]
@@ -251,7 +251,7 @@ class Task:
     save_every: int | None = None
     code: Sequence[own.Own] = ()  # of the user's
 
-    def todo(self, worker: int) -> Iterator[Group]:
+    def todo(self, worker: int) -> Iterator[RunGroup]:
         """Groups with missing runs. Workers start at different places, so that they rarely ask for
         the same lock."""
         count = len(self.groups)
@@ -261,7 +261,7 @@ class Task:
                 yield _configs(group)
 
 
-def run_workers(task: Task, stopping: Callable[[], bool], show: Callable[[], None]) -> None:
+def run_workers(task: WorkerTask, stopping: Callable[[], bool], show: Callable[[], None]) -> None:
     """Start the workers, which all go through the same list; one that is killed is restarted."""
     running: dict[int, Worker] = {}
     absent, restarts, failure = list(range(task.workers)), 0, None
@@ -301,7 +301,7 @@ def run_workers(task: Task, stopping: Callable[[], bool], show: Callable[[], Non
 class Worker:
     """A worker process, for its parent."""
 
-    def __init__(self, task: Task, number: int) -> None:
+    def __init__(self, task: WorkerTask, number: int) -> None:
         self.failing, writing = SPAWN.Pipe(duplex=False)
         self.ready = SPAWN.RawValue("b", 0)
         self.process = SPAWN.Process(target=_worker, args=(task, number, self.ready, writing))
@@ -337,7 +337,7 @@ class Worker:
             self.process.join(SECONDS_TO_END)
 
 
-def _worker(task: Task, number: int, ready: Any, failing: Any) -> None:
+def _worker(task: WorkerTask, number: int, ready: Any, failing: Any) -> None:
     """The worker process. Its parent, a signal or the end of its parent asks it to stop; Ctrl-C
     does not, because a terminal sends it to the parent as well. `ready` is a shared byte, 1 when
     the worker has something to save; `failing` is the writing end of its pipe."""
@@ -375,12 +375,12 @@ def _stop_without_parent(leaving: threading.Event) -> None:
         os._exit(INTERRUPTED)
 
 
-def plain_group(group: Group) -> dict[str, Any]:
+def plain_group(group: RunGroup) -> dict[str, Any]:
     """A group as plain values, for another process."""
     return {run_folder(cell, Path()).name: cell.to_dict() for cell in group}
 
 
-def _configs(group: dict[str, Any]) -> Group:
+def _configs(group: dict[str, Any]) -> RunGroup:
     cells = tuple(Config.from_dict(values) for values in group.values())
     if plain_group(cells).keys() != group.keys():
         raise RunFailed("the data or your code were changed since the sweep began; start it again")

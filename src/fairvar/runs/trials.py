@@ -300,7 +300,7 @@ class Group:
     def settings(self) -> dict[str, Any]:
         """The configuration of one run as it was stored, without what a deployed run did not use.
         Options that fairvar got since then are not added."""
-        run = first_run(self.results)
+        run = one_stored_run(self.results)
         text = read_sealed(run.folder, run.manifest, "config.toml").decode()
         values = parse_toml(text, "config.toml")
         if self.own_data:
@@ -316,7 +316,7 @@ class Group:
         return [each for trial in self.trials for each in trial.summary.provenances]
 
 
-def first_run(results: Sequence[Result]) -> StoredRun:
+def one_stored_run(results: Sequence[Result]) -> StoredRun:
     """One of the chosen runs, so that a report from condensed runs is the same."""
     runs = (run for r in results for run in r.trial.source if isinstance(run, StoredRun))
     for run in runs:

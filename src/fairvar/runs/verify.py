@@ -53,7 +53,7 @@ def tolerance(config: Config) -> Tolerance:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Rerun:
     """A stored run compared with its first rounds, run again."""
 
     run: StoredRun
@@ -144,7 +144,7 @@ def _elsewhere(run: StoredRun) -> bool:
     return there is not None and (there.own_data or there.own_model)
 
 
-def rerun(run: StoredRun, evaluations: int, device: str = "cpu") -> Agreement:
+def rerun(run: StoredRun, evaluations: int, device: str = "cpu") -> Rerun:
     """Run the rounds up to the given number of evaluations again, and compare."""
     run = _with_code(run)
     stored, config = run.history(), run.config
@@ -185,7 +185,7 @@ def _check_here(run: StoredRun) -> None:
                        f"{run.config.method.label} than the one here")  # fmt: skip
 
 
-def compared(run: StoredRun, stored: History, again: History) -> Agreement:
+def compared(run: StoredRun, stored: History, again: History) -> Rerun:
     """At the evaluated rounds that both have. A mean score that is no fraction is compared with its
     own size, or with the spread over clients where that is larger."""
     rows, metric = len(again.evaluated), again.metric
@@ -208,4 +208,4 @@ def compared(run: StoredRun, stored: History, again: History) -> Agreement:
     gaps = (again.at_evaluations().loss - known).abs() / known.abs().clamp_min(1e-3)
     loss = max(gaps[torch.isfinite(gaps)].tolist(), default=0.0)
     counted = answers if again.accuracy else None
-    return Agreement(run, again.rounds, accuracy, counted, loss, metric)
+    return Rerun(run, again.rounds, accuracy, counted, loss, metric)

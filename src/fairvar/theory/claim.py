@@ -1,7 +1,7 @@
 """`Claim`: one statement of the theory as two numbers and a relation between them; and the small
 federations in float64 on which the claims are computed.
 
-A `Problem` knows its client losses only; gradients and Hessians come from autograd. Its objectives
+An `Example` has its client losses only; gradients and Hessians come from autograd. Its objectives
 are written out from their definition, so that `fairvar.objectives`, whose gradients are formulas,
 can be compared with derivatives of something else.
 """
@@ -83,7 +83,7 @@ def hessian(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 @dataclass(frozen=True)
-class Problem:
+class Example:
     """n client losses as one function of the parameters."""
 
     name: str
@@ -151,7 +151,7 @@ def positive(n: int, d: int, name: str) -> Float64[Tensor, "n d d"]:
 
 def through(
     loss: Clients, gradient: Float64[Tensor, "n d"], name: str, A: Tensor | None = None
-) -> Problem:
+) -> Example:
     """Quadratics with exactly these losses and gradients at x = 0, where the problem starts, and
     Hessians A, random by default."""
     n, d = gradient.shape
@@ -161,21 +161,21 @@ def through(
         return loss + gradient @ x + torch.einsum("i,nij,j->n", x, bend, x) / 2
 
     top = float(torch.linalg.eigvalsh(bend.mean(0))[-1])
-    return Problem(name, losses, torch.zeros_like(gradient[0]), top)
+    return Example(name, losses, torch.zeros_like(gradient[0]), top)
 
 
-def quadratics(A: Tensor, m: Float64[Tensor, "n d"], c: Clients) -> Problem:
+def quadratics(A: Tensor, m: Float64[Tensor, "n d"], c: Clients) -> Example:
     """f_i = ½ (x − m_i)ᵀ A_i (x − m_i) + c_i"""
     b = torch.einsum("nij,nj->ni", A, m)
     problem = through((m * b).sum(1) / 2 + c, -b, "quadratics", A)
     return replace(problem, start=normal(m.shape[1], name="start"))
 
 
-def random_quadratics(n: int = 5, d: int = 4) -> Problem:
+def random_quadratics(n: int = 5, d: int = 4) -> Example:
     return quadratics(positive(n, d, "A"), normal(n, d, name="m"), normal(n, name="c").abs())
 
 
-def regression(n: int = 4, samples: int = 6, features: int = 3, classes: int = 3) -> Problem:
+def regression(n: int = 4, samples: int = 6, features: int = 3, classes: int = 3) -> Example:
     """Multinomial regression (mean cross-entropy by client), each client with a tilt of its own."""
     x = normal(n, samples, features, name="x") + 0.7 * normal(n, 1, features, name="tilt")
     y = torch.from_numpy(rng.stream(0, "theory", "y").integers(0, classes, (n, samples)))
@@ -186,10 +186,10 @@ def regression(n: int = 4, samples: int = 6, features: int = 3, classes: int = 3
 
     # Hess = mean of (diag p − p pᵀ) ⊗ x xᵀ and ‖diag p − p pᵀ‖ ≤ ½
     top = float(torch.linalg.eigvalsh((x.mT @ x / samples).mean(0))[-1]) / 2
-    return Problem("regression", losses, normal(features * classes, name="w"), top)
+    return Example("regression", losses, normal(features * classes, name="w"), top)
 
 
-def both() -> list[Problem]:
+def both() -> list[Example]:
     return [random_quadratics(), regression()]
 
 

@@ -21,7 +21,7 @@ from fairvar import objectives
 from fairvar.common import rng
 from fairvar.theory.claim import (
     Claim,
-    Problem,
+    Example,
     both,
     compare,
     gradient_of,
@@ -60,7 +60,7 @@ def of_methods() -> list[Claim]:
     return [*found, *_mini_batches()]
 
 
-def _gradients(problem: Problem, label: str, w: Tensor) -> list[Claim]:
+def _gradients(problem: Example, label: str, w: Tensor) -> list[Claim]:
     x, (f, g, H) = problem.start, problem.at_start()
     L = objectives.loss_variance(f, LAM, g, w)
     J = objectives.gradient_variance(f, g, GAM, H, w)
@@ -82,7 +82,7 @@ def _gradients(problem: Problem, label: str, w: Tensor) -> list[Claim]:
     return found
 
 
-def _other_forms(problem: Problem) -> list[Claim]:
+def _other_forms(problem: Example) -> list[Claim]:
     f, g, H = problem.at_start()
     F, away = f.mean(), g - g.mean(0)
     L = gradient_of(objectives.loss_variance(f, LAM, g))
@@ -103,7 +103,7 @@ def _other_forms(problem: Problem) -> list[Claim]:
     ]  # fmt: skip
 
 
-def _mixed_weights(problem: Problem) -> Claim:
+def _mixed_weights(problem: Example) -> Claim:
     x, (f, g, H) = problem.start, problem.at_start()
     w = uneven(len(f))
     # the variance around the *uniform* mean, added to the weighted F: its gradient lacks a term
@@ -119,7 +119,7 @@ def _mixed_weights(problem: Problem) -> Claim:
                    (w @ g + GAM * pull, slope(mixed, x)), "!=", "counterexample", 1e-3)  # fmt: skip
 
 
-def _special_cases(problem: Problem) -> list[Claim]:
+def _special_cases(problem: Example) -> list[Claim]:
     f, g, H = problem.at_start()
     off = [objectives.loss_variance(f, 0.0, g), objectives.gradient_variance(f, g, 0.0, H),
            objectives.qffl(f, 0.0, g)]  # fmt: skip
@@ -162,13 +162,13 @@ def _negative_beta() -> list[Claim]:
     ]  # fmt: skip
 
 
-def _averages(problem: Problem) -> tuple[Tensor, Tensor]:
+def _averages(problem: Example) -> tuple[Tensor, Tensor]:
     """a^t, g^t as a server would have them from an earlier point."""
     x = problem.start + 0.3 * normal(len(problem.start), name="earlier")
     return problem.losses(x).mean(), problem.gradients(x).mean(0)
 
 
-def _loss_clients(problem: Problem, a: Tensor, sent: Tensor) -> Tensor:
+def _loss_clients(problem: Example, a: Tensor, sent: Tensor) -> Tensor:
     """The mean of d_i = g_i + λ(f_i − a)(g_i − g), each client on its own by autograd."""
     x, directions = problem.start, []
     for i, f in enumerate(problem.losses(x)):
@@ -177,7 +177,7 @@ def _loss_clients(problem: Problem, a: Tensor, sent: Tensor) -> Tensor:
     return torch.stack(directions).mean(0)
 
 
-def _grad_clients(problem: Problem, sent: Tensor) -> Tensor:
+def _grad_clients(problem: Example, sent: Tensor) -> Tensor:
     """The mean of the gradients of f_i + γ/2 ‖∇f_i − g‖², each client on its own by autograd."""
 
     def own(y: Tensor, i: int) -> Tensor:
@@ -188,7 +188,7 @@ def _grad_clients(problem: Problem, sent: Tensor) -> Tensor:
     return torch.stack(slopes).mean(0)
 
 
-def _fair_loss(problem: Problem) -> list[Claim]:
+def _fair_loss(problem: Example) -> list[Claim]:
     x, (f, g, _) = problem.start, problem.at_start()
     F, mean = f.mean(), g.mean(0)
     a, sent = _averages(problem)
@@ -208,7 +208,7 @@ def _fair_loss(problem: Problem) -> list[Claim]:
     ]  # fmt: skip
 
 
-def _fair_grad(problem: Problem) -> list[Claim]:
+def _fair_grad(problem: Example) -> list[Claim]:
     x, (f, g, H) = problem.start, problem.at_start()
     mean = g.mean(0)
     _, sent = _averages(problem)
@@ -226,7 +226,7 @@ def _fair_grad(problem: Problem) -> list[Claim]:
     ]  # fmt: skip
 
 
-def _first_round(problem: Problem) -> Claim:
+def _first_round(problem: Example) -> Claim:
     x = problem.start
     start = _loss_clients(problem, torch.zeros_like(x[0]), torch.zeros_like(x))
     other = slope(lambda y: (problem.losses(y) + LAM / 2 * problem.losses(y) ** 2).mean(), x)
@@ -297,13 +297,13 @@ def of_trajectories() -> list[Claim]:
     return found
 
 
-def _bend(problem: Problem, x: Tensor, v: Tensor) -> Tensor:
+def _bend(problem: Example, x: Tensor, v: Tensor) -> Tensor:
     """H_i v_i for all clients, as the gradients of ⟨∇f_i, v_i⟩."""
     rows = [grad(lambda y, i=i: problem.gradients(y)[i] @ v[i])(x) for i in range(len(v))]
     return torch.stack(rows)
 
 
-def _trajectory(problem: Problem, kind: str) -> Rounds:
+def _trajectory(problem: Example, kind: str) -> Rounds:
     """ḡ_λ = ∇F + (λ/n) Σ (f_i − a)(g_i − g)   or   ḡ_γ = ∇F + (γ/n) Σ H_i(g_i − g)"""
     x, a, sent = problem.start, torch.zeros_like(problem.start[0]), torch.zeros_like(problem.start)
     rounds: list[Round] = []
@@ -318,7 +318,7 @@ def _trajectory(problem: Problem, kind: str) -> Rounds:
     return list(pairwise(rounds))
 
 
-def _of_loss(problem: Problem, rounds: Rounds) -> list[Claim]:
+def _of_loss(problem: Example, rounds: Rounds) -> list[Claim]:
     """In the bound the left side is autograd of the definition of L, the right side our own."""
     L = problem.loss_variance(LAM)
     value, slope, bound = [], [], []
@@ -341,7 +341,7 @@ def _of_loss(problem: Problem, rounds: Rounds) -> list[Claim]:
     ]  # fmt: skip
 
 
-def _of_gradient(problem: Problem, rounds: Rounds) -> list[Claim]:
+def _of_gradient(problem: Example, rounds: Rounds) -> list[Claim]:
     J = problem.gradient_variance(GAM)
     value, slope, bound = [], [], []
     for before, r in rounds:
@@ -364,7 +364,7 @@ def _of_gradient(problem: Problem, rounds: Rounds) -> list[Claim]:
     ]  # fmt: skip
 
 
-def _not_a_gradient(problem: Problem, r: Round) -> list[Claim]:
+def _not_a_gradient(problem: Example, r: Round) -> list[Claim]:
     """Autograd of "f_i + λ/2 (f_i − a)²" with a constant a is another algorithm."""
 
     def frozen(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from fairvar import objectives
 from fairvar.common import rng
 from fairvar.theory.claim import (
     Claim,
-    Problem,
+    Example,
     compare,
     gradient_of,
     hessian,
@@ -152,7 +152,7 @@ def _gamma() -> Claim:
 
 
 # --- T2, T3, T4 ----------------------------------------------------------------------------------
-def _slope_of_L(problem: Problem) -> Tensor:
+def _slope_of_L(problem: Example) -> Tensor:
     f, g = problem.losses(problem.start), problem.gradients(problem.start)
     return gradient_of(objectives.loss_variance(f, LAM, g))
 
@@ -266,7 +266,7 @@ def _one_differs() -> list[Claim]:
 
 
 def _t3(
-    case: str, at_star: str, at_lam: str, star: tuple[Problem, Tensor], lam: tuple[Problem, Tensor]
+    case: str, at_star: str, at_lam: str, star: tuple[Example, Tensor], lam: tuple[Example, Tensor]
 ) -> list[Claim]:
     """The closed forms of one case: at x* with ∇F = 0, and at x_λ with ∇L_λ = 0."""
     (p, closed), (back, mean) = star, lam
@@ -358,7 +358,7 @@ def _less_variance() -> list[Claim]:
     return found
 
 
-def _solved(problem: Problem) -> tuple[Tensor, Tensor]:
+def _solved(problem: Example) -> tuple[Tensor, Tensor]:
     """Quadratics: the matrix of the stationarity equation of J_γ, and its solution, the minimiser.
 
     D_i = A_i − Ā, b_i = −∇f_i(0), e_i = b_i − b̄."""

@@ -30,7 +30,7 @@ from fairvar.common.files import MOST_ARCHIVE, open_regular, read_bytes, walk
 from fairvar.data.dataset import update_digest
 from fairvar.errors import BadInput, FairvarError, IntegrityError, cause
 
-PIECE = 1 << 16  # the most bytes of one read: headers in archives may lie about their lengths
+PIECE = 1 << 16  # the most bytes of one read: headers in archives may claim wrong lengths
 MOST_ENTRIES = 150_000  # of an archive
 MOST_HEADERS = 16 << 20  # bytes of a tar's long headers, which are slow to read
 MOST_TABLE_BYTES = 24 << 20  # of the table of a zip
@@ -66,8 +66,8 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One form in which a data set may lie in a folder."""
+class FileLayout:
+    """One form that the files of a data set may have."""
 
     match: Callable[[Path], list[Path]]  # the files at a path that have this form, or none
     read: Callable[[Sequence[Path]], Samples]
@@ -252,7 +252,7 @@ def _members(path: Path, tar: tarfile.TarFile, stream: _Capped) -> Iterator[tarf
 
 
 @dataclass(frozen=True)
-class Tree:
+class FileTree:
     """Files of a folder or an archive: names with forward slashes, and how to read one."""
 
     where: str
@@ -261,7 +261,7 @@ class Tree:
 
 
 @contextmanager
-def open_tree(path: Path, endings: Iterable[str]) -> Iterator[Tree]:
+def open_tree(path: Path, endings: Iterable[str]) -> Iterator[FileTree]:
     """The files of a folder, .zip, .tar.gz or .tar.xz whose names end so (any case)."""
     endings = tuple(endings)
 
@@ -271,11 +271,13 @@ def open_tree(path: Path, endings: Iterable[str]) -> Iterator[Tree]:
 
     if path.is_dir():
         names = [name for name in _folder_names(path) if wanted(name)]
-        yield Tree(path.name, names, lambda name: read_capped(path / name, MOST_FILE_BYTES))
+        yield FileTree(path.name, names, lambda name: read_capped(path / name, MOST_FILE_BYTES))
     elif path.suffix == ".zip":
         with refusing_damage(path, "zip file"), open_zip(path, MOST_TABLE_BYTES) as archive:
             entries = _zip_entries(path, archive, wanted)
-            yield Tree(path.name, list(entries), lambda n: _zip_bytes(path, archive, entries[n]))
+            yield FileTree(
+                path.name, list(entries), lambda n: _zip_bytes(path, archive, entries[n])
+            )
     else:
         files: dict[str, bytes] = {}
         for name, content in tar_files(
@@ -284,7 +286,7 @@ def open_tree(path: Path, endings: Iterable[str]) -> Iterator[Tree]:
             if name in files:
                 raise refused(path, f"it holds {name[:80]!r} twice")
             files[name] = content
-        yield Tree(path.name, list(files), files.__getitem__)
+        yield FileTree(path.name, list(files), files.__getitem__)
 
 
 def _folder_names(folder: Path) -> Iterator[str]:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int64, UInt8
 
 from fairvar.data.readers import (
-    Layout,
+    FileLayout,
     Samples,
     check_labels,
     joined,
@@ -75,14 +75,14 @@ def _match_mnist(folder: Path) -> list[Path]:
     return found if any(file.is_file() for file in found) else []
 
 
-IDX_LAYOUTS = (Layout(_match_mnist, _read_mnist),)
+IDX_LAYOUTS = (FileLayout(_match_mnist, _read_mnist),)
 
 # --- CIFAR: the binary and the python version, as folders or as .tar.gz --------------------------
 
 PIXELS = 3 * 32 * 32
 MOST_CIFAR_BYTES, MOST_BATCH_BYTES = 192 << 20, 160 << 20  # real: 186 and 155 million
 MOST_READS = 1_000_000  # of one pickle; CIFAR-100's have half a million
-Batch = tuple[UInt8[np.ndarray, "N 3 32 32"], Int64[np.ndarray, " N"]]
+LabelledImages = tuple[UInt8[np.ndarray, "N 3 32 32"], Int64[np.ndarray, " N"]]
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ CIFAR10 = Cifar(tuple(f"data_batch_{i}" for i in range(1, 6)), ("test_batch",), 
 CIFAR100 = Cifar(("train",), ("test",), 100, "fine_labels", 2, "cifar-100")
 
 
-def binary_batch(file: str, data: bytes, kind: Cifar) -> Batch:
+def binary_batch(file: str, data: bytes, kind: Cifar) -> LabelledImages:
     record = kind.label_bytes + PIXELS
     if not data or len(data) % record:
         raise refused(file, f"its {len(data)} bytes are no multiple of {record}, one image's")
@@ -112,7 +112,7 @@ def binary_batch(file: str, data: bytes, kind: Cifar) -> Batch:
     return table[:, kind.label_bytes :].reshape(-1, 3, 32, 32), y
 
 
-def python_batch(file: str, data: bytes, kind: Cifar) -> Batch:
+def python_batch(file: str, data: bytes, kind: Cifar) -> LabelledImages:
     """A pickle, read by an unpickler that knows the parts of numpy's arrays only, and replaces even
     these by two small classes that accept a table of bytes."""
     stream = _Counted(data)
@@ -225,10 +225,10 @@ def _batches(paths: Sequence[Path], names: Sequence[str]) -> Iterator[tuple[str,
         raise refused(paths[0], f"it lacks {missing[0]}")
 
 
-def cifar_layouts(kind: Cifar) -> tuple[Layout, ...]:
+def cifar_layouts(kind: Cifar) -> tuple[FileLayout, ...]:
     """Folder and archive, binary and python."""
 
-    def layout(form: str, suffix: str, batch: Any) -> Layout:
+    def layout(form: str, suffix: str, batch: Any) -> FileLayout:
         archive = f"{kind.archive}-{form}.tar.gz"
         train, test = ([name + suffix for name in part] for part in (kind.train, kind.test))
 
@@ -244,7 +244,7 @@ def cifar_layouts(kind: Cifar) -> tuple[Layout, ...]:
             trained, tested = ([found[name] for name in part] for part in (train, test))
             return joined(trained, tested, kind.classes, f"{form} version")
 
-        return Layout(match, read)
+        return FileLayout(match, read)
 
     return layout("binary", ".bin", binary_batch), layout("python", "", python_batch)
 
@@ -356,4 +356,4 @@ def _match_npz(path: Path) -> list[Path]:
     return [path] if path.is_file() and path.suffix == ".npz" else []
 
 
-NPZ_LAYOUTS = (Layout(_match_npz, _read_npz),)
+NPZ_LAYOUTS = (FileLayout(_match_npz, _read_npz),)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from fairvar.data.readers import Layout, Samples, Tree, open_tree, refused
+from fairvar.data.readers import FileLayout, FileTree, Samples, open_tree, refused
 from fairvar.errors import BadInput, FairvarError, cause
 
 ENDINGS = (".jpeg", ".jpg", ".png", ".bmp", ".webp", ".ppm", ".pgm")
@@ -63,7 +63,7 @@ def decode(
 
 
 def _decode_all(
-    tree: Tree, train: list[Sample], test: list[Sample], classes: int, note: str,
+    tree: FileTree, train: list[Sample], test: list[Sample], classes: int, note: str,
     channels: int, size: tuple[int, int],
 ) -> Samples:  # fmt: skip
     samples = train + test
@@ -79,7 +79,7 @@ def _decode_all(
     return Samples(x, y, len(train), classes, note=note)
 
 
-def _form(tree: Tree, samples: Sequence[Sample]) -> tuple[int, tuple[int, int]]:
+def _form(tree: FileTree, samples: Sequence[Sample]) -> tuple[int, tuple[int, int]]:
     """Channels and size: all images must be as large as the first, and are grey only if all are."""
     channels, size = 1, (0, 0)
     for name, _ in samples:
@@ -118,7 +118,7 @@ def read_tiny(paths: Sequence[Path]) -> Samples:
         return _decode_all(tree, train, test, len(code), "original JPEG files", 3, size)
 
 
-def _annotations(tree: Tree, code: dict[str, int]) -> dict[str, int]:
+def _annotations(tree: FileTree, code: dict[str, int]) -> dict[str, int]:
     """Class of each validation image: lines of file name, class and a box."""
     lists = [name for name in tree.names if name.endswith("val/val_annotations.txt")]
     if len(lists) != 1:
@@ -179,5 +179,7 @@ def _parts(folder: Path) -> tuple[str, str] | None:
     return None
 
 
-TINY_LAYOUTS = (Layout(match_tiny, read_tiny, cached=True),)
-FOLDER_LAYOUTS = (Layout(lambda path: [path] if path.is_dir() else [], read_folder, cached=True),)
+TINY_LAYOUTS = (FileLayout(match_tiny, read_tiny, cached=True),)
+FOLDER_LAYOUTS = (
+    FileLayout(lambda path: [path] if path.is_dir() else [], read_folder, cached=True),
+)

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from fairvar.data.dataset import IGNORED
-from fairvar.data.readers import Layout, Samples, read_compressed, refused
+from fairvar.data.readers import FileLayout, Samples, read_compressed, refused
 
 NAMES = ("input.txt", "tinyshakespeare.txt", "tinyshakespeare.txt.gz")
 ALPHABET = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -81,4 +81,4 @@ def _match(folder: Path) -> list[Path]:
     return [folder / name for name in NAMES if (folder / name).is_file()][:1]
 
 
-TEXT_LAYOUTS = (Layout(_match, _read),)
+TEXT_LAYOUTS = (FileLayout(_match, _read),)

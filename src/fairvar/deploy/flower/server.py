@@ -7,13 +7,11 @@ if the ServerApp fails, so the reason of a failure is in failed.txt in the run's
 
 from __future__ import annotations
 
-import csv
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +35,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from fairvar.common.files import csv_text
 from fairvar.common.tree import size
 from fairvar.data.fetch import file_digest
 from fairvar.deploy.client import sends_loss
@@ -119,7 +118,7 @@ def _rounds(grid: Grid, setup: Setup, folder: Path) -> Federated:
     agreed, privacy = setup.agreed, setup.privacy
     key, first, facts = checkpoint_key(_identity(setup)), first_state(agreed), {}
     if privacy is not None:
-        check_fits(privacy, setup.config.method, first)
+        check_privacy(privacy, setup.config.method, first)
         facts[KEY_CLIPPING_NORM] = privacy.clipping_norm
     transport = GridTransport(grid, agreed.clients, facts)
     if setup.secure is not None:
@@ -132,7 +131,7 @@ def _rounds(grid: Grid, setup: Setup, folder: Path) -> Federated:
         made = make()
         write_checkpoint(folder, done, {folder.name: pack_checkpoint(made, key)})
         LOG.info(
-            "round %s of %s%s", done, setup.config.train.rounds, progress(made, agreed.clients)
+            "round %s of %s%s", done, setup.config.train.rounds, round_line(made, agreed.clients)
         )
 
     def finish(outcome: Outcome) -> Outcome:
@@ -184,16 +183,13 @@ def _store(setup: Setup, folder: Path, history: History, notes: Notes) -> None:
 
 def _csv(rows: Sequence[tuple[Any, ...]], fields: Sequence[str]) -> bytes:
     """A table with one row per record; lists are separated by spaces."""
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(fields)
-    for row in rows:
-        writer.writerow([" ".join(map(str, v)) if isinstance(v, list | tuple) else v for v in row])
-    return text.getvalue().encode()
+    lines = ([" ".join(map(str, v)) if isinstance(v, list | tuple) else v for v in row]
+             for row in rows)  # fmt: skip
+    return csv_text([fields, *lines]).encode()
 
 
 # -- the log: a line for each round, and the scores at the end -------------------------------------
-def progress(made: Checkpoint, clients: int) -> str:
+def round_line(made: Checkpoint, clients: int) -> str:
     """How many clients took part in the round, and the scores if it was evaluated."""
     tables = made.tables or {}
     noted = Notes.reopen(tables, clients).rounds
@@ -257,8 +253,7 @@ def _print_columns(rows: Sequence[Sequence[str]]) -> None:
     Console(width=WIDTH, highlight=False).print(table)
 
 
-# -- identity and start of the run
-# ------------------------------------------------------------------
+# -- identity and start of the run -----------------------------------------------------------------
 def folder_of(setup: Setup) -> Path:
     """The name of a simulated run's folder, followed by "-flower"."""
     return setup.out / _identity(setup).name
@@ -362,7 +357,7 @@ def _checkpoints(setup: Setup, folder: Path) -> list[Checkpoint]:
 
 
 # -- differential privacy --------------------------------------------------------------------------
-def check_fits(settings: PrivacySettings, method: Method, state: State) -> None:
+def check_privacy(settings: PrivacySettings, method: Method, state: State) -> None:
     """Refuse methods whose clients also send losses, gradients or statistics: they get no noise."""
     more = sends_loss(method) or method.uses_mean_gradient or method.client_weights == "size"
     if more or state.buffers:

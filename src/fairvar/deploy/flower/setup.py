@@ -195,14 +195,7 @@ def read_setup(
     rules = _section(FederationSettings, given)
     privacy = None if private is None else _section(PrivacySettings, private)
     load_plugins(values, Path(), *map(Path, sys.path))  # Flower puts the app's folder there
-    config, secure = Config.from_dict(values), None
-    if run_config.get(SECURE):
-        secure = _section(SecureSettings, masked or {})
-        check_carries(config, secure)
-        unseen = replace(config.evaluate, local=False)  # their scores would be sent unmasked
-        config = replace(config, evaluate=unseen)
-    elif masked is not None:
-        raise BadInput(f"secure.* is given without {SECURE} = true")
+    config, secure = _secured(Config.from_dict(values), bool(run_config.get(SECURE)), masked)
     check_average(rules, config.method)
     classes, inputs = run_config.get("classes"), _inputs(texts["input-shape"]) if own else {}
     shape = next((shape for shape, _ in inputs.values()), ())
@@ -225,6 +218,18 @@ def read_setup(
         folder=Path(texts["folder"]) if texts["folder"] else None,
         reads=data if own else None,
     )
+
+
+def _secured(config: Config, asked: bool, masked: Any) -> tuple[Config, SecureSettings | None]:
+    """With secure aggregation, if it is asked for: local models are then not scored, because their
+    scores would be sent unmasked."""
+    if not asked and masked is not None:
+        raise BadInput(f"secure.* is given without {SECURE} = true")
+    if not asked:
+        return config, None
+    secure = _section(SecureSettings, masked or {})
+    check_carries(config, secure)
+    return replace(config, evaluate=replace(config.evaluate, local=False)), secure
 
 
 def _own_data(data: dict[str, Any]) -> bool:

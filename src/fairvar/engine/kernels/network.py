@@ -19,8 +19,8 @@ from fairvar.engine.cuda_graphs import live_run
 from fairvar.engine.evaluate import Scores, Seen, evaluate_local, evaluate_shared
 from fairvar.engine.history import Key
 from fairvar.engine.kernels import Splits
+from fairvar.engine.kernels.one_step import blocked_round, pooled_round
 from fairvar.engine.kernels.reference import reference_round
-from fairvar.engine.kernels.shared import blocked_round, pooled_round
 from fairvar.engine.kernels.vmapped import TileSums, Trained, client_norms, vmapped_round
 from fairvar.engine.run import Run
 from fairvar.engine.state import Outcome, State, first_run, one_run

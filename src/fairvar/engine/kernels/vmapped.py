@@ -36,7 +36,7 @@ from fairvar.common.tree import (
 )
 from fairvar.engine.batches import Batch, RoundBatches
 from fairvar.engine.kernels.compiled import group_width, of_group
-from fairvar.engine.kernels.shared import (
+from fairvar.engine.kernels.one_step import (
     PooledPass,
     bounded,
     jvp,
@@ -65,7 +65,7 @@ class Trained:
 
 
 Observer = Callable[[Trained], None]
-Own = tuple[Tree, Tree]  # parameters and buffers of clients, the client as first axis
+OwnModels = tuple[Tree, Tree]  # parameters and buffers of clients, the client as first axis
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def train_stacked(
     sent: Sent,
     batches: RoundBatches,
     chunk: tuple[int, int],
-    own: Own | None = None,
+    own: OwnModels | None = None,
 ) -> Trained:
     """All local steps of the clients in this part of the cohort's order, step by step. They start
     from x^t, or from models of their `own` in that order."""
@@ -238,17 +238,7 @@ def train_stacked(
             calls = _calls(models.active, len(order), run.device)
         models.step(calls, partial(step, number, False))
     params, buffers, _ = models.whole()
-    first = (
-        shown[0]
-        if len(shown) == 1
-        else _Step(
-            {},
-            concatenate([part.gradient for part in shown]),
-            {},
-            torch.cat([part.loss for part in shown]),
-            torch.cat([part.own for part in shown]),
-        )
-    )
+    first = _of_all_calls(shown)
     return Trained(run.ids[places], params, buffers, first.loss, first.gradient, first.own)
 
 
@@ -334,6 +324,15 @@ class _Step(NamedTuple):  # a tuple, because vmap maps over tuples
     buffers: Tree
     loss: Tensor
     own: Tensor
+
+
+def _of_all_calls(parts: list[_Step]) -> _Step:
+    """Gradients, losses and factors of the clients of several calls."""
+    if len(parts) == 1:
+        return parts[0]
+    gradient = concatenate([part.gradient for part in parts])
+    loss, own = (torch.cat([getattr(part, name) for part in parts]) for name in ("loss", "own"))
+    return _Step({}, gradient, {}, loss, own)
 
 
 def _compiled_step(
@@ -426,7 +425,7 @@ def train_in_turn(
     batches: RoundBatches,
     chunk: tuple[int, int],
     gradients: bool,
-    own: Own | None = None,
+    own: OwnModels | None = None,
 ) -> Trained:
     """The same, client after client, for convolutions on a CPU: under vmap those with weights per
     client are grouped convolutions, two to three times slower there."""

@@ -29,7 +29,7 @@ from fairvar.engine.evaluate import Scores, Seen, needs_outputs
 from fairvar.engine.history import Key
 from fairvar.engine.kernels import Splits
 from fairvar.engine.kernels.linear.dual import (
-    Batch,
+    Columns,
     Dual,
     answer,
     by_client,
@@ -38,7 +38,7 @@ from fairvar.engine.kernels.linear.dual import (
     sample_losses,
 )
 from fairvar.engine.kernels.linear.steps import (
-    Sent,
+    Averages,
     Slopes,
     StepPlan,
     Walk,
@@ -58,7 +58,7 @@ from fairvar.methods.base import Method
 class Work:
     """The clients after their local steps: x − x_i = η (X̃_iᵀ along_i + shared_i g)."""
 
-    batch: Batch
+    batch: Columns
     first: Float[Tensor, "runs outputs P"]  # ∇f_i(x^t) = X̃_iᵀ first_i
     along: Float[Tensor, "runs outputs P"]
     shared: Float64[Tensor, "runs n"] | None
@@ -129,7 +129,7 @@ class Linear:
         scheduled = self.run.lr_schedule != CONSTANT
         return self.lr * self.run.lr_schedule.factor(t, self.run.rounds) if scheduled else self.lr
 
-    def mean_gradient(self, batch: Batch, first: Float[Tensor, "runs outputs P"]) -> Tree:
+    def mean_gradient(self, batch: Columns, first: Float[Tensor, "runs outputs P"]) -> Tree:
         """Σ_i r_i ∇f_i"""
         share = batch.layout.spread(self.run.share[None])
         return batch.gradient(self.dual.model, first * share)
@@ -197,28 +197,28 @@ def _receive(
     kernel: Linear,
     server: Aggregator,
     state: State,
-    batch: Batch,
+    batch: Columns,
     first: Float[Tensor, "runs outputs P"],
     loss: Float64[Tensor, "runs n"],
     products: bool,
-) -> Sent:
+) -> Averages:
     """What the clients receive. An exact method's g is a weighted sum of client gradients; unless
     products with g are needed, it is not computed but added to the server's sum (`_total`)."""
     method, probes = server.method, server.method.probes
     mean_loss = loss @ kernel.run.share if probes else state.mean_loss
     g, has_g = state.mean_gradient, probes or state.mean_gradient is not None
     if server.plain and not method.uses_curvature:
-        return Sent(mean_loss, has_g)
+        return Averages(mean_loss, has_g)
     if probes:
         g = kernel.mean_gradient(batch, first) if products else None
     if g is None or not products:
-        return Sent(mean_loss, has_g, g)
+        return Averages(mean_loss, has_g, g)
     measured = kernel.run.clip_norm is not None or method.penalty_bound is not None
     squared_g = squared_norms(g) if measured else None
-    return Sent(mean_loss, has_g, g, batch.logits(kernel.dual.model, g), squared_g)
+    return Averages(mean_loss, has_g, g, batch.logits(kernel.dual.model, g), squared_g)
 
 
-def _drawn(kernel: Linear, batches: RoundBatches) -> Batch:
+def _drawn(kernel: Linear, batches: RoundBatches) -> Columns:
     """This round's samples of a single step."""
     if kernel.run.schedule.full_batch:
         return kernel.dual.train

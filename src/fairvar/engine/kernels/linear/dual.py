@@ -179,7 +179,7 @@ def hessian_of_logits(p: Tensor | None, v: Float[Tensor, "runs outputs P"]) -> T
 
 
 @dataclass(frozen=True)
-class Batch:
+class Columns:
     """Samples of all clients in columns."""
 
     layout: Layout
@@ -233,7 +233,7 @@ def through_grams(
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
-def gram(left: Batch, right: Batch, number: int) -> Float[Tensor, "count left right"]:
+def gram(left: Columns, right: Columns, number: int) -> Float[Tensor, "count left right"]:
     """⟨x̃, x̃'⟩ of each client's samples in two batches whose tiles hold the same clients."""
     a, b = (
         part.x[tile.columns].unflatten(0, (tile.count, tile.width))
@@ -258,22 +258,22 @@ class Dual:
         return groups_by_size(self.federation.sizes.tolist())
 
     @cached_property
-    def train(self) -> Batch:
+    def train(self) -> Columns:
         return self.split("train")
 
     @cached_property
-    def splits(self) -> dict[str, Batch]:
+    def splits(self) -> dict[str, Columns]:
         return {}
 
-    def split(self, name: str) -> Batch:
+    def split(self, name: str) -> Columns:
         """All samples of a split; cached for later evaluations."""
         if name not in self.splits:
             split = self.federation.splits[name]
             layout = self.layout(split.counts.tolist())
             offsets = torch.tensor(split.offsets[:-1], device=layout.client.device)
             rows = (offsets[layout.client] + layout.position).clamp(max=len(split.y) - 1)
-            as_they_lie = layout.back is None and layout.real is None
-            self.splits[name] = self.batch(split, layout, None if as_they_lie else rows)
+            in_order = layout.back is None and layout.real is None
+            self.splits[name] = self.batch(split, layout, None if in_order else rows)
         return self.splits[name]
 
     def layout(self, lengths: list[int]) -> Layout:
@@ -281,11 +281,11 @@ class Dual:
         device = self.federation.train.device
         return Layout.build(self.groups, lengths, device, self.dtype)
 
-    def batch(self, split: Split, layout: Layout, rows: Tensor | None) -> Batch:
+    def batch(self, split: Split, layout: Layout, rows: Tensor | None) -> Columns:
         """The samples in these rows (None: all, in their order)."""
         x = one_input(split.x).flatten(1)
         x, y = (x, split.y) if rows is None else (x.index_select(0, rows), split.y[rows])
-        return Batch(layout, x, self._target(y), self.model.bias is not None)
+        return Columns(layout, x, self._target(y), self.model.bias is not None)
 
     def _target(self, y: Tensor) -> Target:
         if not self.classifies:

@@ -22,7 +22,7 @@ from torch import Tensor
 from fairvar.common.tree import Tree
 from fairvar.engine.batches import RoundBatches, Schedule
 from fairvar.engine.kernels.linear.dual import (
-    Batch,
+    Columns,
     Layout,
     Target,
     Tile,
@@ -31,11 +31,11 @@ from fairvar.engine.kernels.linear.dual import (
     hessian_of_logits,
     through_grams,
 )
-from fairvar.engine.kernels.shared import shortened, shortening
+from fairvar.engine.kernels.one_step import shortened, shortening
 from fairvar.engine.server import Aggregator
 
 
-class Sent(NamedTuple):
+class Averages(NamedTuple):
     """What the clients receive with x^t."""
 
     mean_loss: Float64[Tensor, " runs"]
@@ -65,7 +65,7 @@ def direction(
     server: Aggregator,
     slopes: Slopes,
     loss: Float64[Tensor, "runs m"],
-    sent: Sent,
+    sent: Averages,
     clip_norm: float | None,
 ) -> Direction:
     """along_i = own_i D_i + γ J_i (K_i D_i − U_i), with bound and clipping."""
@@ -205,7 +205,7 @@ class StepPlan:
 class Walk:
     """The local steps of a round: A_i, c_i, and the logits at x^t, which stay fixed."""
 
-    batch: Batch
+    batch: Columns
     z: Float[Tensor, "runs outputs P"]
     u: Float[Tensor, "runs outputs P"] | None
     along: Float[Tensor, "runs outputs P"]
@@ -219,7 +219,7 @@ class Walk:
         step: Step,
         columns: Int64[Tensor, " b"],
         server: Aggregator,
-        sent: Sent,
+        sent: Averages,
         fixed_loss: Float64[Tensor, "runs n"] | None,
         lr: Tensor | float,
         clip_norm: float | None,

@@ -60,7 +60,7 @@ from fairvar.models.norm import plain_attention
 
 
 @dataclass(frozen=True)
-class Samples:
+class BlockSamples:
     """Samples of a round, `width` to a block; leaves have the block as first axis."""
 
     batch: Batch
@@ -73,7 +73,9 @@ class Samples:
         return self.place[:, None].expand_as(self.share).flatten()
 
 
-def take_samples(run: Run, batches: RoundBatches, width: int, some: slice = slice(None)) -> Samples:
+def take_samples(
+    run: Run, batches: RoundBatches, width: int, some: slice = slice(None)
+) -> BlockSamples:
     """Of the first step in blocks of this width, or some of the blocks."""
     split, schedule = run.federation.train, run.schedule
     rows, share, place = run.cohort.blocks(width)
@@ -86,7 +88,7 @@ def take_samples(run: Run, batches: RoundBatches, width: int, some: slice = slic
     else:
         taken = batches.shuffled[0, rows.slot[some]]
         batch = batches.take(taken, 0, None if unpadded else rows.real[some])
-    return Samples(batch, share, place)
+    return BlockSamples(batch, share, place)
 
 
 class PooledPass:
@@ -139,7 +141,9 @@ class PooledPass:
                 self._differentiate(piece, losses, coefficients)
         return self.totals
 
-    def _differentiate(self, piece: Samples, losses: Tensor, coefficients: list[Tensor]) -> None:
+    def _differentiate(
+        self, piece: BlockSamples, losses: Tensor, coefficients: list[Tensor]
+    ) -> None:
         found = []
         for number, c in enumerate(coefficients):
             weight = c.to(losses.dtype)[piece.places] * piece.share.flatten()
@@ -160,7 +164,7 @@ class PooledPass:
         self.totals = found
 
     def _compiled(
-        self, piece: Samples, coefficients: list[Tensor], remember_buffers: bool = False
+        self, piece: BlockSamples, coefficients: list[Tensor], remember_buffers: bool = False
     ) -> Tensor | None:
         """The sample losses of a piece, whose gradients are added up, from one compiled graph; None
         if the pass is not compiled."""
@@ -194,7 +198,7 @@ class PooledPass:
             self._remember(buffers, run.share[piece.place])
         return losses.flatten()
 
-    def _forward(self, piece: Samples, remember_buffers: bool = False) -> Tensor:
+    def _forward(self, piece: BlockSamples, remember_buffers: bool = False) -> Tensor:
         task = self.run.task
         if not task.batch_norm:
             flat = piece.batch._replace(real=None).map(lambda part: part.flatten(0, 1))
@@ -221,7 +225,7 @@ def _wide(buffer: Tensor) -> torch.dtype:
     return buffer.dtype if buffer.is_floating_point() else torch.float64
 
 
-def _pieces(run: Run, batches: RoundBatches) -> list[Samples]:
+def _pieces(run: Run, batches: RoundBatches) -> list[BlockSamples]:
     """The cohort's samples in pieces; for models with batch norm, pieces of whole clients."""
     compiles = run.compiles == "pooled"
     width = run.schedule.width if run.task.batch_norm or compiles else 1
@@ -315,10 +319,7 @@ def blocked_round(run: Run, state: State, t: int) -> Outcome:
         a, g = run.share @ loss, fresh
     own, shared = server.coefficients(loss, a)
     if method.penalty_bound is not None:
-        penalty = _direction_norms(gradient, g, own - 1, shared).clamp(min=0)
-        squares = squared_norm(gradient, batched=True).double()
-        s = shortening(penalty, squares, method.penalty_bound)
-        own, shared = shortened(own, s), s * shared
+        own, shared = _within_bound(method.penalty_bound, gradient, g, own, shared)
 
     norms = torch.zeros_like(own)
     kept = weights  # of each client's direction, after clipping
@@ -353,7 +354,7 @@ def blocked_round(run: Run, state: State, t: int) -> Outcome:
     )
 
 
-def _client_gradients(run: Run, state: State, blocks: Samples) -> tuple[Tensor, Tree, Tree]:
+def _client_gradients(run: Run, state: State, blocks: BlockSamples) -> tuple[Tensor, Tree, Tree]:
     """f_i and ∇f_i of every client at x^t, and the averaged buffers after the batch."""
 
     def made(
@@ -392,7 +393,7 @@ def _compiled_blocks(
     return in_groups(key, partial(step, task), _together(run), stacked, model)
 
 
-def _by_client(run: Run, blocks: Samples, leaf: Tensor) -> Tensor:
+def _by_client(run: Run, blocks: BlockSamples, leaf: Tensor) -> Tensor:
     total = leaf.new_zeros(len(run.ids), *leaf.shape[1:])
     return total.index_add_(0, blocks.place, leaf)
 
@@ -406,8 +407,17 @@ def _direction_norms(gradient: Tree, g: Tree | None, own: Tensor, shared: Tensor
     return squares + 2 * own * shared * along + shared**2 * squared_norm(g).double()
 
 
+def _within_bound(
+    bound: float | Tensor, gradient: Tree, g: Tree | None, own: Tensor, shared: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The factors with every penalty d_i − ∇f_i no longer than bound · ‖∇f_i‖."""
+    penalty = _direction_norms(gradient, g, own - 1, shared).clamp(min=0)
+    s = shortening(penalty, squared_norm(gradient, batched=True).double(), bound)
+    return shortened(own, s), s * shared
+
+
 def _weighted_curvature(
-    run: Run, state: State, blocks: Samples, gradient: Tree, g: Tree | None, weights: Tensor
+    run: Run, state: State, blocks: BlockSamples, gradient: Tree, g: Tree | None, weights: Tensor
 ) -> Tree:
     """Σ_i w_i ∇²f_i (∇f_i − g)"""
     away = gradient if g is None else tree_map(lambda leaf, mean: leaf - mean, gradient, g)
