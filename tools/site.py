@@ -112,9 +112,8 @@ def executed(path: Path) -> str:
             text = output.get("text") or data.get("text/plain", "")
             if "image/png" in data:
                 picture = data["image/png"].replace("\n", "")
-                parts.append(
-                    f'<img alt="drawn by the cell above" src="data:image/png;base64,{picture}">'
-                )
+                image = f'<img alt="drawn by the cell above" src="data:image/png;base64,{picture}">'
+                parts.append(f'<div class="drawing" tabindex="0">{image}</div>')
             elif text:
                 parts.append(f"```text\n{text.rstrip()}\n```")
     return "\n\n".join(parts) + "\n"

@@ -98,13 +98,30 @@ def test_what_is_wrong_is_told_before_anything_starts(
     broken = tmp_path / "broken_for_tests"
     new_app(broken)
     (broken / broken.name / "data.py").write_text("from nowhere import table\n")
-    why = "cannot be imported (ModuleNotFoundError(\"No module named 'nowhere'\"))"
+    why = "cannot be imported: ModuleNotFoundError: No module named 'nowhere'"
     assert why in refused(app=broken)
     (app / "pyproject.toml").write_text("[tool]\n")
     assert "its configuration cannot be read" in refused()
     monkeypatch.setattr(launch, "find_spec", lambda name: None)
     assert 'pip install "fairvar[simulation]"' in refused()
     assert started == []
+
+
+def test_a_superlink_that_is_not_there(
+    app: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`flwr run` prints why it failed in a box; the last line of the command says it again."""
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "config.toml").write_text('[superlink.site]\naddress = "nobody:8000"\n')
+    program = tmp_path / "flwr"
+    box = ("╭─ Error ───────────╮", "│ Connection to the │", "│ SuperLink failed. │")
+    program.write_text("\n".join(["#!/bin/sh", *(f"echo '{line}'" for line in box), "exit 1"]))
+    program.chmod(0o755)
+    monkeypatch.setattr(launch, "_program", lambda name: str(program))
+    with pytest.raises(fv.RunFailed) as failed:
+        run_app(app, ["site"])
+    assert str(failed.value) == "flwr run ended with 1: Connection to the SuperLink failed."
 
 
 def test_too_few_simulated_nodes_stop_the_run_at_once() -> None:

@@ -50,6 +50,12 @@ def test_a_scale(tmp_path: Path) -> None:
     np.testing.assert_array_equal(own.train[0], [[-1, 0], [1, 0]])
     np.testing.assert_array_equal(own.test[0], [[1, 2], [3, 2]])  # by the training samples'
     np.testing.assert_array_equal(agreed.test[0], [[1, 1], [2, 1]])
+    # A site whose file lacks a column must not get it from the numbers of the others.
+    short = fv.ClientData((x[:, :1], [0, 1]))
+    with pytest.raises(fv.BadInput, match=r"mean has shape \(2,\), a sample has \(1,\)"):
+        short.scaled(mean=[1.0, 7.0], sd=2.0)
+    with pytest.raises(fv.BadInput, match="sd has shape"):
+        data.scaled(mean=1.0, sd=[1.0, 2.0, 3.0])
 
 
 @pytest.mark.parametrize(
@@ -61,7 +67,9 @@ def test_a_scale(tmp_path: Path) -> None:
             "line 2: ill is 'maybe'; the labels are no",
         ),
         ("a,ill\n1,0\n,1\n", {}, "line 3: a is '', not a number"),
-        ("a,ill\n1\n", {}, "line 2: ill is '', not a number"),
+        ("a,ill\n1\n", {}, "line 2 has 1 values for 2 columns"),
+        ("a,ill\n1,0\n62,5,1\n", {}, "line 3 has 3 values for 2 columns; commas separate"),
+        ("a;ill\n1;0\n", {}, "it has a;ill; columns are separated by commas"),
         ("a,b\n1,0\n", {}, "has no column 'ill'; it has a, b"),
         ("a,ill\n1,0\n", {"columns": ["c"]}, "has no column 'c'"),
         ("a,ill\n", {}, "has no samples"),

@@ -68,8 +68,10 @@ def test_keys_fit_together(tmp_path: Path) -> None:
     root, server = (x509.load_pem_x509_certificate(read[n]) for n in ("ca.crt", "server.pem"))
     server.verify_directly_issued_by(root)
     names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.DNSName) == ["fl.example.org"]
-    assert [str(a) for a in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.7"]
+    # The machine's own addresses too: a SuperLink on 0.0.0.0 starts the ServerApp with 127.0.0.1.
+    assert names.get_values_for_type(x509.DNSName) == ["fl.example.org", "localhost"]
+    found = [str(address) for address in names.get_values_for_type(x509.IPAddress)]
+    assert found == ["10.0.0.7", "127.0.0.1", "::1"]
     assert load_pem_private_key(read["server.key"], None).public_key() == server.public_key()
     for number in range(3):
         key = load_ssh_private_key(read[f"node-{number}"], None)

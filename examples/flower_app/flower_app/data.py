@@ -12,7 +12,8 @@ def data(context: Context) -> fv.ClientData:
     a CSV file with a header (or a folder with train.csv, valid.csv and test.csv), on a scale that
     all sites have agreed on:
 
-        found = fv.ClientData.from_csv(place_of(context), target="ill", labels=["no", "yes"])
+        columns, labels = ["age", "pressure"], ["no", "yes"]  # in this order at every site
+        found = fv.ClientData.from_csv(place_of(context), "ill", columns=columns, labels=labels)
         return found.scaled(mean=[50.0, 120.0], sd=[20.0, 15.0])
 
     or NumPy arrays, split into train, valid and test here:

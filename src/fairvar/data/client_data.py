@@ -82,8 +82,9 @@ class ClientData:
         """A table with a header: one file, which is split here, or a folder with train.csv and,
         if there are such parts, valid.csv and test.csv.
 
-        `columns` are the inputs, in this order (all but the target by default). `labels` are the
-        texts of the target column, numbered in this order; without them it holds numbers.
+        `columns` are the inputs, in this order (all but the target by default, in the order of the
+        file: name them if files of several sites may differ). `labels` are the texts of the target
+        column, numbered in this order; without them it holds numbers.
         """
         path = Path(path)
         name = name or path.stem
@@ -105,8 +106,8 @@ class ClientData:
         if isinstance(self.train[0], tuple | dict):
             raise BadInput("scaled: x has several inputs; scale them before you give them")
         x = np.asarray(self.train[0], dtype=np.float64)
-        mean = x.mean(0) if mean is None else np.asarray(mean)
-        sd = x.std(0) if sd is None else np.asarray(sd)
+        mean = x.mean(0) if mean is None else _fitting("mean", mean, x.shape[1:])
+        sd = x.std(0) if sd is None else _fitting("sd", sd, x.shape[1:])
         sd = np.where(sd > 0, sd, 1.0)  # a constant column
         scaled: dict[str, Any] = {
             part: (((np.asarray(x) - mean) / sd).astype(np.float32), y)
@@ -144,9 +145,16 @@ def read_table(
     inputs = [head for head in heads if head != target] if columns is None else list(columns)
     for head in (target, *inputs):
         if head not in heads:
-            raise BadInput(f"{path} has no column {shown(head)}; it has {', '.join(heads)}")
+            known = ", ".join(heads) or "none"
+            raise BadInput(f"{path} has no column {shown(head)}; it has {known}; columns are "
+                           "separated by commas")  # fmt: skip
     if not rows or not inputs:
         raise BadInput(f"{path} has no samples; it must have a header and a line for each sample")
+    for line, row in rows:  # values too few are None, and values too many are a list under None
+        values = sum(row[head] is not None for head in heads) + len(row.get(None, ()))
+        if values != len(heads):
+            raise BadInput(f"{path}, line {line} has {values} values for {len(heads)} columns; "
+                           "commas separate values, and decimals need a point")  # fmt: skip
     x = [[_number(row[head], path, line, head) for head in inputs] for line, row in rows]
     if labels is None:
         y = np.array([_number(row[target], path, line, target) for line, row in rows])
@@ -158,6 +166,16 @@ def read_table(
             raise BadInput(f"{path}, line {line}: {target} is {shown(row[target])}; the labels are "
                            f"{', '.join(labels)}")  # fmt: skip
     return np.array(x, dtype=np.float32), np.array([number[row[target]] for _, row in rows])
+
+
+def _fitting(name: str, given: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """One number, or one per column. (numpy would make two columns of one by two numbers.)"""
+    found = np.asarray(given, dtype=np.float64)
+    try:
+        return np.broadcast_to(found, shape)
+    except ValueError:
+        raise BadInput(f"scaled: {name} has shape {found.shape}, a sample has {shape}; give one "
+                       "number, or one per column") from None  # fmt: skip
 
 
 def _each(function: Callable[[Any], Any], x: Any) -> Any:

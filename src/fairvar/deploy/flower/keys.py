@@ -27,10 +27,13 @@ from fairvar.errors import BadInput, RunFailed
 
 Key = ec.EllipticCurvePrivateKey
 AUTHORITY = "fairvar authority"
+# A SuperLink that listens on all interfaces starts the ServerApp with this address of its own.
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def make_keys(folder: Path, nodes: int, hosts: Sequence[str], days: int = 365) -> list[Path]:
-    """ca.crt, ca.key, server.pem, server.key (for these host names and addresses), node-0 …"""
+    """ca.crt, ca.key, server.pem, server.key (for these host names and addresses, and for those of
+    the machine itself), node-0 …"""
     if folder.exists() and any(folder.iterdir()):
         raise BadInput(f"{folder} is not empty; keys are never overwritten: choose another folder")
     if nodes < 1 or days < 1 or not hosts:
@@ -38,7 +41,8 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str], days: int = 365) -
     authority, server = _key(), _key()
     private = {"ca.key": _private(authority), "server.key": _private(server)}
     root = _certificate(authority, AUTHORITY, authority, days, None)
-    leaf = _certificate(server, hosts[0], authority, days, hosts)
+    names = list(dict.fromkeys([*hosts, *LOOPBACK]))
+    leaf = _certificate(server, hosts[0], authority, days, names)
     public = {
         "ca.crt": root.public_bytes(Encoding.PEM),
         "server.pem": leaf.public_bytes(Encoding.PEM),

@@ -38,6 +38,7 @@ SIMULATION = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 STARTED = re.compile(r"Successfully started run (\d+)")
+BOXED = re.compile(r"│ (.*) │")  # a line of an error message of Flower's
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 HERE = "here"  # the name of the SuperLink of a simulation
 SECONDS_TO_START, SECONDS_TO_END = 90.0, 90.0
@@ -150,7 +151,8 @@ def _clients(app: Path, arguments: Sequence[str]) -> int:
     except FairvarError:
         raise
     except Exception as error:
-        raise BadInput(f"{app}: {module} cannot be imported ({error!r})") from error
+        why = one_line(f"{type(error).__name__}: {error}")
+        raise BadInput(f"{app}: {module} cannot be imported: {why}") from error
     finally:
         sys.path.remove(str(app.resolve()))
 
@@ -231,7 +233,7 @@ def _run(app: Path, link: str, arguments: Sequence[str], environment: Mapping[st
         home.mkdir(mode=0o700, parents=True)
     stream = [] if _given(arguments).stream else ["--stream"]
     command = [_program("flwr"), "run", str(app), link, *stream, *arguments]
-    started = None
+    started, boxed = None, list[str]()
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE,  # noqa: S603
                           stderr=subprocess.STDOUT) as flwr:  # fmt: skip
         assert flwr.stdout is not None
@@ -239,10 +241,12 @@ def _run(app: Path, link: str, arguments: Sequence[str], environment: Mapping[st
             text = line.decode(errors="replace")
             print(text if sys.stdout.isatty() else COLOURS.sub("", text), end="", flush=True)
             started = started or STARTED.search(text)
+            boxed += BOXED.findall(text)
+    why = one_line(" ".join(boxed)) or "its own message is above"
     if flwr.returncode:
-        raise RunFailed(f"flwr run ended with {flwr.returncode}; its own message is above")
+        raise RunFailed(f"flwr run ended with {flwr.returncode}: {why}")
     if started is None:
-        raise RunFailed("flwr run has not started a run; its own message is above")
+        raise RunFailed(f"flwr run has not started a run: {why}")
     status, details = _status(link, started[1], environment)
     if status != "finished:completed":
         raise RunFailed(f"the run ended as {status}: {one_line(details) or 'its log is above'}")

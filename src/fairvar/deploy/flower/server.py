@@ -137,6 +137,7 @@ def _rounds(grid: Grid, setup: Setup, folder: Path) -> Federated:
     def finish(outcome: Outcome) -> Outcome:
         return outcome if privacy is None else noisy(outcome, privacy)
 
+    transport.names |= dict(enumerate(setup.sites))  # also of sites that never answer
     start = _start(setup, folder, first)
     return federate(agreed, setup.rules, transport, start, keep, finish)
 
@@ -217,7 +218,8 @@ def print_summary(folder: Path) -> None:
     heads = [title for title, _ in COLUMNS.values()]
     rows = [[name, *(f"{100 * scores[key]:.{digits}f}" for key, (_, digits) in COLUMNS.items())]
             for name, scores in sorted(run.manifest["result"].items())]  # fmt: skip
-    print(f"\n{run.manifest['method']} after {history.state.round} rounds")
+    rounds = history.state.round
+    print(f"\n{run.manifest['method']} after {rounds} round{'s' * (rounds != 1)}")
     if rows:
         _print_columns([["clients' fairness", *heads], *rows])
         print("(variance over clients in fraction² × 100)")

@@ -62,6 +62,8 @@ NAMES, WANTED = "names", "wanted"  # in the older interface arrays have no names
 SITE = "site"  # in an answer to hello: the node's name
 # How Flower quotes the exception of an app: <class 'module.Name'>:<'text'>
 QUOTED = re.compile(r"<class '(?:\w+\.)*(\w+)'>:<'(.*)'>", re.DOTALL)
+# In a simulation it quotes ray's exception: a traceback of the app's, which ends with its message.
+SIMULATED = re.compile(r"Exception \w+ occurred\. Message:\s*(.*)'>", re.DOTALL)
 UNREADABLE = "unreadable"  # in a node's reply: the nodes whose shares it cannot decrypt
 _NAMES = ("float16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool")
 DTYPES: dict[np.dtype[Any], torch.dtype] = {np.dtype(n): getattr(torch, n) for n in _NAMES}
@@ -249,10 +251,18 @@ def opened(reply: Reply, read: Callable[[Envelope], T]) -> T | BadMessage:
 def error_of(reply: Envelope) -> BadMessage:
     # Late by the SuperLink's clock, which may be ahead of this machine's.
     late = reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
-    text = f"Flower's error {reply.error.code}: {reply.error.reason or ''}"
-    if raised := QUOTED.search(text):  # an exception of the app
-        text = f"{raised[1]}: {raised[2]}"
+    text = raised_by_app(f"Flower's error {reply.error.code}: {reply.error.reason or ''}")
     return BadMessage(Reason.NO_REPLY if late else Reason.ERROR, text)
+
+
+def raised_by_app(text: str) -> str:
+    """The exception of the app that Flower quotes; other texts as they are."""
+    if raised := QUOTED.search(text):
+        return f"{raised[1]}: {raised[2]}"
+    if told := SIMULATED.search(text):
+        line = rf"^(?:\w+\.)*(\w+{re.escape(': ' * bool(told[1]) + told[1])})$"
+        return (re.findall(line, text, re.MULTILINE) or [told[1]])[-1]
+    return text
 
 
 def to_records(message: Message, more: Mapping[str, float | str] | None = None) -> RecordDict:
