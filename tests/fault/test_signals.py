@@ -183,7 +183,7 @@ def test_a_signal_while_a_command_starts(name, delay, endless, tmp_path):
         wait_until(lambda: catches(process.pid, signal.SIGHUP))
         time.sleep(delay)
         process.send_signal(getattr(signal, name))
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
     assert [line.partition(";")[0] for line in err.splitlines()] == ["fairvar: interrupted"]
 
@@ -205,7 +205,7 @@ def test_an_ignored_signal_stays_ignored(endless, tmp_path):
         time.sleep(0.3)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (130, f"{POLITELY}\n")
 
 
@@ -220,7 +220,7 @@ def test_a_signal_while_an_interrupted_command_ends(name, endless, tmp_path):
         time.sleep(0.3)
         process.send_signal(getattr(signal, name))
         rest = process.stderr.read()
-        process.wait(timeout=30)
+        process.wait(timeout=120)
     assert (process.returncode, line, rest) == (130, f"{POLITELY}\n", "")
 
 

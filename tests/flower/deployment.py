@@ -131,13 +131,13 @@ class Deployment:
             "--ssl-certfile", str(self.keys / "server.pem"),
             "--ssl-keyfile", str(self.keys / "server.key"), "--enable-supernode-auth",
         )  # fmt: skip
-        until(lambda: LINK_IS_UP in self.log("link"), 90, "the SuperLink to start")
+        until(lambda: LINK_IS_UP in self.log("link"), 240, "the SuperLink to start")
 
     def start_open_link(self, port: int) -> None:
         """A second SuperLink, without TLS."""
         self._start("open", "flower-superlink", "--insecure", "--host", "127.0.0.1",
                     "--port", str(port))  # fmt: skip
-        until(lambda: LINK_IS_UP in self.log("open"), 90, "the SuperLink to start")
+        until(lambda: LINK_IS_UP in self.log("open"), 240, "the SuperLink to start")
 
     def register(self, number: int) -> None:
         self.flwr("supernode", "register", str(self.keys / f"node-{number}.pub"), "here",
@@ -182,13 +182,13 @@ class Deployment:
         self.kill(name)  # what it may have left
         return process.returncode
 
-    def run(self, out: Path, config: str, seconds: float = 400) -> subprocess.CompletedProcess[str]:
+    def run(self, out: Path, config: str, seconds: float = 900) -> subprocess.CompletedProcess[str]:
         return self.flwr(*self._run(out, config), seconds=seconds)
 
     def start_run(self, out: Path, config: str) -> None:
         self._start("run", "flwr", *self._run(out, config))
 
-    def says(self, text: str, seconds: float = 200, times: int = 1) -> None:
+    def says(self, text: str, seconds: float = 600, times: int = 1) -> None:
         """Wait until the run that was started has said this, so many times."""
         until(lambda: self.log("run").count(text) >= times, seconds, f"{times} × {text!r}")
 
@@ -199,7 +199,7 @@ class Deployment:
             file.write(f'[superlink.{name}]\naddress = "127.0.0.1:{port}"\n{trust}\n')
 
     def flwr(
-        self, *arguments: str, seconds: float = 90, good: bool = True
+        self, *arguments: str, seconds: float = 240, good: bool = True
     ) -> subprocess.CompletedProcess[str]:
         """Flower's command line, which must succeed, or fail if it is not `good`."""
         done = subprocess.run(

@@ -21,7 +21,7 @@ def test_every_command_works(tmp_path: Path) -> None:
     blocks = commands_of(PAGE)
     assert len(blocks) == 5
     kept = {"PATH": ENVIRONMENT["PATH"], "HOME": str(tmp_path), **spy(tmp_path / "spy")}
-    run_commands("\n".join(blocks), tmp_path, kept, 560)
+    run_commands("\n".join(blocks), tmp_path, kept, 1500)
     folder = next(p for p in (tmp_path / "deployed").iterdir() if p.name.endswith("-flower"))
     run = StoredRun.open(folder)
     assert run.history().rounds == 2

@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             env=_environment(folder), stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     try:
-        until(lambda: LINK_IS_UP in (folder / "link.log").read_text(), 60, "the SuperLink")
+        until(lambda: LINK_IS_UP in (folder / "link.log").read_text(), 180, "the SuperLink")
         yield folder
     finally:
         os.killpg(link.pid, signal.SIGKILL)
@@ -74,7 +74,7 @@ def test_the_app_in_the_simulation_runtime(method: fv.Method, folder: Path, tmp_
         [str(BIN / "flwr"), "run", str(folder / "trial_app"), "here", "--stream",
          "--federation-config", "num-supernodes=5 client-resources-num-cpus=1",
          "-c", f'out="{tmp_path}" {as_text(changes)}'],
-        env=_environment(folder), cwd=folder, capture_output=True, text=True, timeout=300,
+        env=_environment(folder), cwd=folder, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     run = stored(tmp_path)

@@ -70,7 +70,7 @@ def test_the_flower_lines_of_the_readme(kept: dict[str, str], tmp_path: Path) ->
     lines = [line for block in blocks for line in block.splitlines() if line.startswith("fairvar")]
     assert [line.split()[:3] for line in lines] == [
         ["fairvar", "flower", "new"], ["fairvar", "flower", "run"]]  # fmt: skip
-    told = run_commands("\n".join(lines), tmp_path, kept, 300)
+    told = run_commands("\n".join(lines), tmp_path, kept, 900)
     assert "round 20 of 20: 5 of 5 clients, test loss" in told
     assert "the run is in runs/" in told
     (folder,) = (tmp_path / "runs").glob("*-flower")
@@ -79,7 +79,7 @@ def test_the_flower_lines_of_the_readme(kept: dict[str, str], tmp_path: Path) ->
     assert run.history().rounds == 20
     # Bad input ends at once with one line and its exit code.
     wrong = "fairvar flower run my_app -c 'method=\"fairgrod\"' || echo code $?"
-    told = run_commands(wrong, tmp_path, kept, 100)
+    told = run_commands(wrong, tmp_path, kept, 300)
     assert "did you mean 'fairgrad'" in told
     assert told.endswith("code 2\n")
 
@@ -100,7 +100,7 @@ def test_the_walk_of_a_hospital_engineer(
 ) -> None:
     blocks = commands_of(PAGE)
     assert len(blocks) == 7
-    told = run_commands("\n".join(blocks), tmp_path, kept, 560)
+    told = run_commands("\n".join(blocks), tmp_path, kept, 1500)
     found = {}
     for name in ("runs", "deployed"):
         (folder,) = (tmp_path / name).glob("*-flower")
