@@ -195,8 +195,7 @@ def _logistic(
     sizes = {part: np.full(len(ids), held_out) for part in SPLITS}
     shift = np.empty((len(ids), 1 + classes, dim))  # of the inputs, and of the concept
     end = dict.fromkeys(SPLITS, 0)
-    for row, i in enumerate(ids):
-        draw = rng.stream(seed, "logistic", i)
+    for row, draw in enumerate(rng.streams(seed, "logistic", of=ids)):
         count = sizes["train"][row] = int(draw.integers(samples - held_out, samples + held_out + 1))
         draw.standard_normal(out=shift[row])
         for part in SPLITS:
