@@ -27,25 +27,33 @@ ROWS = {
     "32-step-fedavg": "--case mobilenet32 --work step --methods fedavg",
     "32-step-qffl": "--case mobilenet32 --work step --methods qffl",
     "32-step-fairgrad": "--case mobilenet32 --work step --methods fairgrad "
-    "--forms first,plain,compiled",
+    "--forms compiled,first,plain",
     "32-step-fairgrad-own": "--case mobilenet32 --work step --methods fairgrad --forms own",
-    "32-epoch-fedavg": "--case mobilenet32 --work epoch --methods fedavg --forms first,compiled",
+    "32-epoch-fedavg": "--case mobilenet32 --work epoch --methods fedavg --forms compiled,first",
     # Its graph is the one of 32-step-fairgrad-own: whole batches, and weights of their own.
     "32-epoch-fairgrad-whole": "--case mobilenet32 --work epoch --methods fairgrad "
     "--forms compiled --drop-last",
     "32-epoch-fairgrad": "--case mobilenet32 --work epoch --methods fairgrad --forms compiled",
-    "64-step-fedavg": "--case mobilenet64 --work step --methods fedavg --forms first,compiled",
-    "64-step-qffl": "--case mobilenet64 --work step --methods qffl --forms first,compiled",
+    "64-step-fedavg": "--case mobilenet64 --work step --methods fedavg --forms compiled,first",
+    "64-step-qffl": "--case mobilenet64 --work step --methods qffl --forms compiled,first",
     "64-step-fairgrad": "--case mobilenet64 --work step --methods fairgrad --forms compiled",
     "64-epoch-fedavg": "--case mobilenet64 --work epoch --methods fedavg --forms compiled",
     "avgcnn-epoch": "--case avgcnn --work epoch --forms first,plain",
+    "avgcnn-epoch-groups": "--case avgcnn --work epoch --methods fedavg --forms compiled --group 8",
     "aaggff": "--case multinomial --methods aaggff",
 }
 CHECKS = {"check-compiled": "--compiled", "check-all": "", "curvature": "--curvature"}
 PARTS = {
     1: ["check-compiled", "32-step-fedavg", "32-step-qffl", "32-epoch-fedavg"],
     2: ["32-step-fairgrad", "32-step-fairgrad-own", "64-step-fedavg", "aaggff", "curvature"],
-    3: ["32-epoch-fairgrad-whole", "64-step-qffl", "64-epoch-fedavg", "avgcnn-epoch", "check-all"],
+    3: [
+        "32-epoch-fairgrad-whole",
+        "64-step-qffl",
+        "64-epoch-fedavg",
+        "avgcnn-epoch",
+        "avgcnn-epoch-groups",
+        "check-all",
+    ],
     4: ["32-epoch-fairgrad", "64-step-fairgrad"],
 }
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-FORMS = ("first", "plain", "compiled", "own")
+FORMS = ("compiled", "own", "first", "plain")  # in this order, because compiling takes minutes
 # model, image size, classes, clients, batch size, images in all
 CASES = {
     "mobilenet32": ("mobilenet_v2", 32, 100, 100, 32, 24_000),
