@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from torch.compiler._cache import CacheArtifactManager
 
 import fairvar as fv
 from checks import distance
+from fairvar.engine.cuda_graphs import RECORDINGS
 from fairvar.engine.kernels import compiled
 from fairvar.errors import BadInput
 from fairvar.models.zoo import Bottleneck
@@ -176,6 +178,16 @@ def test_other_strides_are_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -
         assert found is not None
         assert torch.equal(found[0], x * factor[:, None])
     assert len(graphs) == 1
+
+
+def test_recordings_of_compiled_rounds_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default the number of rounds decides, which recordings do not depend on."""
+    monkeypatch.setattr(RECORDINGS, "kept", OrderedDict())
+    data = federation()
+    for compiles in (False, True):
+        monkeypatch.setattr("fairvar.engine.train.wants_compiling", lambda *_, c=compiles: c)
+        fv.train(small_network(), data, fv.FedAvg(), 2, capture=True)
+    assert len(RECORDINGS.kept) == 2
 
 
 def test_groups_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
