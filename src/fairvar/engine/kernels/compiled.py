@@ -141,6 +141,8 @@ def _filled(leaf: Tensor | None, width: int) -> Tensor | None:
 def _laid_out(leaf: Tensor) -> Tensor:
     """With the strides of a new tensor, because others would be compiled again: those of a
     contiguous tensor are arbitrary along axes of length one."""
+    if leaf.is_contiguous() and 1 not in leaf.shape:
+        return leaf
     return leaf.contiguous().flatten().view(leaf.shape)
 
 
