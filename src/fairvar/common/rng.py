@@ -67,8 +67,8 @@ def _seeded(keys: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, "n 2"]:
         low, high = keys.astype(np.uint32), (keys >> np.uint64(32)).astype(np.uint32)
         pool = [hashed(word, 0x931E8875) for word in (low, high, 0 * low, 0 * low)]
         for i, j in itertools.permutations(range(4), 2):
-            mixed = np.uint32(0xCA01F9DD) * pool[j]
-            mixed = mixed - np.uint32(0x4973F715) * hashed(pool[i], 0x931E8875)
+            there, here = np.uint32(0xCA01F9DD) * pool[j], hashed(pool[i], 0x931E8875)
+            mixed: np.ndarray = there - np.uint32(0x4973F715) * here
             pool[j] = mixed ^ (mixed >> np.uint32(16))
         factor = np.uint32(0x8B51F9DD)
         made = [hashed(word, 0x58F38DED).astype(np.uint64) for word in pool]
