@@ -65,7 +65,7 @@ def command(name: str, kept: Path, given: argparse.Namespace) -> list[str]:
     flags = ["--table", *ROWS[name].split(), "--turns", "1" if given.smoke else "3"]
     flags += ["--first", given.first, "--lock", str(kept / "lock")]
     flags += ["--cache", str(kept / f"{name}.cache")]
-    flags += ["--smoke", "--backend", "eager", "--rounds", "5"] if given.smoke else []
+    flags += ["--smoke", "--backend", "eager", "--rounds", "7"] if given.smoke else []
     return [str(HERE / "heavy_rounds.py"), *flags]
 
 
