@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.compiler._cache import CacheArtifactManager
 
 import fairvar as fv
 from checks import distance
+from fairvar.engine.cuda_graphs import RECORDINGS
 from fairvar.engine.kernels import compiled
 from fairvar.errors import BadInput
 from fairvar.models.zoo import Bottleneck
@@ -153,6 +158,38 @@ def test_whole_batches_need_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(distance(found, expected).values()) <= 1e-10
 
 
+def test_other_strides_are_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[object] = []
+
+    def counts(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", COMPILE)
+    monkeypatch.setattr(compiled, "BACKEND", counts)
+    x, factor = torch.randn(2, 3, 1, 4), torch.randn(3, 4)
+    layouts = [
+        (x, factor),
+        (x.movedim(1, -1).contiguous().movedim(-1, 1), factor.T.contiguous().T),
+        (x.as_strided(x.shape, (12, 4, 1, 1)), factor),  # as contiguous, strictly, as x
+    ]
+    for given, shared in layouts:
+        found = compiled.of_group("product", lambda a, b: (a * b[:, None], ()), 2, given, shared)
+        assert found is not None
+        assert torch.equal(found[0], x * factor[:, None])
+    assert len(graphs) == 1
+
+
+def test_recordings_of_compiled_rounds_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default the number of rounds decides, which recordings do not depend on."""
+    monkeypatch.setattr(RECORDINGS, "kept", OrderedDict())
+    data = federation()
+    for compiles in (False, True):
+        monkeypatch.setattr("fairvar.engine.train.wants_compiling", lambda *_, c=compiles: c)
+        fv.train(small_network(), data, fv.FedAvg(), 2, capture=True)
+    assert len(RECORDINGS.kept) == 2
+
+
 def test_groups_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last group is filled up, and only active clients fill groups."""
     monkeypatch.setattr(compiled, "MOST_TOGETHER", 2)
@@ -207,12 +244,23 @@ def test_a_stored_run_shows_them_too(tmp_path: Path, capsys: pytest.CaptureFixtu
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that torch would load without complaint."""
     file = tmp_path / "cache"
-    file.write_bytes(b"code")
+    file.write_bytes(msgspec.msgpack.encode([b"code"]))
     file.chmod(0o600)
     monkeypatch.setenv(compiled.KEPT_IN, str(file))
-    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda content: content)
-    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"new", None))
+    monkeypatch.setattr(compiled, "_IN_FILE", set())
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", lambda _: Artifacts({"x": ["old"]}))
+    monkeypatch.setattr(
+        torch.compiler, "save_cache_artifacts", lambda: (b"new", Artifacts({"x": ["old", "new"]}))
+    )
     return file
+
+
+class Artifacts(NamedTuple):
+    artifacts: dict[str, list[str]]
+
+
+def parts(file: Path) -> list[bytes]:
+    return msgspec.msgpack.decode(file.read_bytes(), type=list[bytes])
 
 
 def one_round() -> fv.History:
@@ -221,7 +269,7 @@ def one_round() -> fv.History:
 
 def test_the_cache_is_read_and_written_for_the_user_alone(kept: Path) -> None:
     one_round()
-    assert kept.read_bytes() == b"new"
+    assert parts(kept) == [b"code", b"new"]
     assert kept.stat().st_mode & 0o777 == 0o600
 
 
@@ -230,7 +278,7 @@ def test_a_cache_that_others_can_write_is_refused(mode: int, kept: Path) -> None
     kept.chmod(mode)
     with pytest.raises(BadInput, match="can be changed by other users, and it holds code"):
         one_round()
-    assert kept.read_bytes() == b"code"
+    assert parts(kept) == [b"code"]
 
 
 def test_the_cache_of_another_user_is_refused(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,10 +287,32 @@ def test_the_cache_of_another_user_is_refused(kept: Path, monkeypatch: pytest.Mo
         one_round()
 
 
+def test_what_was_loaded_is_not_written_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = b"the same", Artifacts({"x": ["old"]})
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: found)
+    one_round()
+    assert parts(kept) == [b"code"]
+
+
+def test_the_cache_keeps_every_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what was saved in several calls, torch loads that of the last call only."""
+    file = tmp_path / "cache"
+    monkeypatch.setenv(compiled.KEPT_IN, str(file))
+    monkeypatch.setattr(compiled, "_load", lambda _: None)  # not what torch can read
+    CacheArtifactManager._ensure_cache_artifacts_registered()
+    for name in ("first", "second"):
+        with compiled._kept_in_file():
+            CacheArtifactManager.record_artifact("inductor", name, b"code")
+    loaded = [CacheArtifactManager.deserialize(part) for part in parts(file)]
+    assert [one.key for found in loaded for one in found["inductor"]] == ["first", "second"]
+
+
+@pytest.mark.parametrize("content", [b"code", msgspec.msgpack.encode([b"code"])])
 def test_a_damaged_cache_is_one_warning(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    content: bytes, kept: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.undo()
+    kept.write_bytes(content)
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     monkeypatch.setenv(compiled.KEPT_IN, str(kept))
     with pytest.warns(UserWarning, match="is not used: it is damaged") as warned:

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fairvar as fv
 from checks import images
+from fairvar.common import rng
 from fairvar.data import federation as federation_module
 from fairvar.data import logistic, random_quadratics
 from fairvar.engine.batches import Participation
@@ -236,6 +237,17 @@ def test_values_are_looked_at_once_for_all_clients(monkeypatch: pytest.MonkeyPat
     )
     small(500)
     assert calls == [1500, 1500]  # x and y
+
+
+def test_streams_of_many_clients_are_their_own_streams() -> None:
+    """Also after draws that leave half a word or part of a block in the generator."""
+    for i, draw in zip(range(3, 40), rng.streams(5, "x", of=range(3, 40)), strict=True):
+        alone = rng.stream(5, "x", i)
+        assert draw.integers(7) == alone.integers(7)
+        assert np.array_equal(draw.standard_normal(3), alone.standard_normal(3))
+    keys = np.array([0, 1, 2**32 - 1, 2**32, 2**63, 2**64 - 1], dtype=np.uint64)
+    wanted = [np.random.SeedSequence(int(k)).generate_state(2, np.uint64) for k in keys]
+    assert np.array_equal(rng._seeded(keys), wanted)
 
 
 def test_synthetic_clients_do_not_depend_on_each_other() -> None:

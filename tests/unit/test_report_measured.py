@@ -66,6 +66,7 @@ def test_without_own_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     page = reported(folder)
     assert "local acc. %" not in page
     assert "Local models were not evaluated" in page
+    assert "bfloat16" not in page
     rows = list(csv.DictReader((folder / "report" / "clients.csv").read_text().splitlines()))
     assert {row["right_local"] for row in rows} == {""}
     assert all(row["right_global"] for row in rows)
@@ -134,9 +135,11 @@ def test_personal_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_model_of_the_protocol_was_not_measured(tmp_path: Path) -> None:
     """The tables protocol is about local models; what there is, is shown and named."""
-    (group,) = gather(swept(tmp_path, protocol="tables", evaluate={"local": False}))
+    train = {"rounds": 4, "precision": "bfloat16"}
+    (group,) = gather(swept(tmp_path, protocol="tables", evaluate={"local": False}, train=train))
     assert group.criterion.model == "global"
     table = group_table(group)
+    assert any('train.precision = "bfloat16"' in note for note in table.notes)
     assert "the table is about the global model" in table.notes[0]
     assert {"accuracy", "corrected", "chosen"} <= table.rows[0].cells.keys()
 

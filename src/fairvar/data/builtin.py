@@ -169,53 +169,68 @@ def logistic(
         raise BadInput("logistic needs clients ≥ 1, dim ≥ 1, samples ≥ 2, classes ≥ 2 and "
                        "heterogeneity ≥ 0")  # fmt: skip
     _check_clients(clients)
-    shape, blocks = (dim, samples, classes), range(0, clients, CLIENTS_AT_ONCE)
-    made = [
-        _logistic(range(start, min(start + CLIENTS_AT_ONCE, clients)), seed, shape, heterogeneity)
-        for start in blocks
-    ]
-    splits = {
-        part: _split(*(np.concatenate([block[part][k] for block in made]) for k in range(3)))
-        for part in SPLITS
+    held_out = samples // 2
+    # One array for each part of the data, of the most rows that it may have: copies cost more.
+    most = {"train": samples + held_out, "valid": held_out, "test": held_out}
+    made = {
+        part: (
+            np.empty((clients * rows, dim)),
+            np.empty(clients * rows, dtype=np.int64),
+            np.full(clients, held_out),
+        )
+        for part, rows in most.items()
     }
+    end = dict.fromkeys(SPLITS, 0)
+    for start in range(0, clients, CLIENTS_AT_ONCE):
+        ids = range(start, min(start + CLIENTS_AT_ONCE, clients))
+        end = _logistic(made, end, ids, seed, (dim, samples, classes), heterogeneity)
+    splits = {part: _split(x[: end[part]], y[: end[part]], n) for part, (x, y, n) in made.items()}
     facts: dict[str, object] = {"seed": seed, "heterogeneity": heterogeneity}
     return _dealt("logistic", splits, classes, facts)
 
 
 def _logistic(
-    ids: range, seed: int, shape: tuple[int, int, int], heterogeneity: float
-) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Inputs, labels and sizes of some clients. Each draws from a stream of its own, one by one,
-    into common arrays; the rest is computed for all of them."""
+    made: dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]],
+    start: dict[str, int],
+    ids: range,
+    seed: int,
+    shape: tuple[int, int, int],
+    heterogeneity: float,
+) -> dict[str, int]:
+    """Inputs, labels and sizes of some clients, written into the arrays of all; returns where they
+    end. Each client draws from a stream of its own, one by one; the rest is computed for all."""
     dim, samples, classes = shape
-    held_out = samples // 2
-    most = {part: samples + held_out if part == "train" else held_out for part in SPLITS}
-    inputs = {part: np.empty((len(ids) * rows, dim)) for part, rows in most.items()}
+    held_out, end = samples // 2, dict(start)
+    most = {"train": samples + held_out, "valid": held_out, "test": held_out}
     uniform = {part: np.empty((len(ids) * rows, classes)) for part, rows in most.items()}
-    sizes = {part: np.full(len(ids), held_out) for part in SPLITS}
     shift = np.empty((len(ids), 1 + classes, dim))  # of the inputs, and of the concept
-    end = dict.fromkeys(SPLITS, 0)
-    for row, i in enumerate(ids):
-        draw = rng.stream(seed, "logistic", i)
-        count = sizes["train"][row] = int(draw.integers(samples - held_out, samples + held_out + 1))
+    for row, draw in enumerate(rng.streams(seed, "logistic", of=ids)):
+        count = int(draw.integers(samples - held_out, samples + held_out + 1))
+        made["train"][2][ids[row]] = count
         draw.standard_normal(out=shift[row])
         for part in SPLITS:
-            start, end[part] = end[part], end[part] + count
-            draw.standard_normal(out=inputs[part][start : end[part]])
-            draw.random(out=uniform[part][start : end[part]])
+            first, end[part] = end[part], end[part] + count
+            draw.standard_normal(out=made[part][0][first : end[part]])
+            draw.random(out=uniform[part][first - start[part] : end[part] - start[part]])
             count = held_out
     shift = heterogeneity * shift / np.sqrt(dim)
     common = rng.stream(seed, "logistic", "common").standard_normal((classes, dim))
-    weight, found = (common + shift[:, 1:]).transpose(0, 2, 1), {}
-    for part, counts in sizes.items():
-        x, u = inputs[part][: end[part]], uniform[part][: end[part]]
-        x += np.repeat(shift[:, 0], counts, axis=0)
-        # Labels from the softmax law by the Gumbel trick: no sums that can over- or underflow.
-        score, of = -np.log(-np.log(1 - u)), np.repeat(counts, counts)
-        for count in np.unique(counts):  # clients of one size in one product
-            some = x[of == count].reshape(-1, count, dim)
-            score[of == count] += (some @ weight[counts == count]).reshape(-1, classes)
-        found[part] = x, np.argmax(score, axis=1), counts
+    weight = (common + shift[:, 1:]).transpose(0, 2, 1)
+    for part, (inputs, labels, sizes) in made.items():
+        some, counts = slice(start[part], end[part]), sizes[ids.start : ids.stop]
+        inputs[some] += np.repeat(shift[:, 0], counts, axis=0)
+        u = uniform[part][: end[part] - start[part]]
+        labels[some] = _labels(inputs[some], u, weight, counts)
+    return end
+
+
+def _labels(x: np.ndarray, u: np.ndarray, weight: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """From the softmax law by the Gumbel trick: no sums that can over- or underflow."""
+    score, of = -np.log(-np.log(1 - u)), np.repeat(counts, counts)
+    for count in np.unique(counts):  # clients of one size in one product
+        some = x[of == count].reshape(-1, count, x.shape[1])
+        score[of == count] += (some @ weight[counts == count]).reshape(-1, u.shape[1])
+    found: np.ndarray = np.argmax(score, axis=1)
     return found
 
 

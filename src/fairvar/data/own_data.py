@@ -59,8 +59,9 @@ def split_rows(owned: Sequence[np.ndarray], seed: int, split: Shares) -> dict[st
     """Each client's samples, shuffled and cut by the shares; parts whose share is 0 are left out.
     A client of one or two samples trains on them."""
     rows: dict[str, Rows] = {part: [] for part in SPLITS}
-    for client, own in enumerate(owned):
-        shuffled = rng.stream(seed, "split", client).permutation(own)
+    draws = rng.streams(seed, "split", of=range(len(owned)))
+    for own, draw in zip(owned, draws, strict=True):
+        shuffled = draw.permutation(own)
         valid, test = held_out_counts(len(own), split[1], split[2])
         pieces = np.split(shuffled, [len(own) - valid - test, len(own) - test])
         for part, piece in zip(SPLITS, pieces, strict=True):

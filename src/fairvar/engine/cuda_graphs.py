@@ -178,8 +178,9 @@ class Recordings:
         self.kept: OrderedDict[object, Captured] = OrderedDict()
 
     def find(self, kernel: Recordable, path: str, state: State, diverged_at: Tensor) -> Captured:
-        """The recording for this kernel. Operations also depend on `path` and the chunk."""
-        key = kernel.run.kind, path, kernel.run.chunk
+        """The recording for this kernel. Operations also depend on `path`, on what is compiled,
+        which may depend on the number of rounds, and on the chunk."""
+        key = kernel.run.kind, path, kernel.run.compiles, kernel.run.chunk
         found = self.kept.pop(key, None)
         if found is None:
             found = Captured(kernel, state, diverged_at)

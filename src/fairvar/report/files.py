@@ -129,6 +129,8 @@ def _notes(group: Group) -> Iterator[str]:
     if alive and not any("local" in models for models in alive):
         yield "Local models were not evaluated (evaluate.local = false)."
     yield "Bold: ahead of every other method by more than the paired 95 % interval."
+    if train.precision == "bfloat16":
+        yield 'Trained with train.precision = "bfloat16": products of the model are rounded.'
     start = None if group.deployed else start_note(group.config)
     if start:
         yield start

@@ -9,8 +9,9 @@ samples and without one. (Masks in batch norm make a step of MobileNetV2 a fifth
 consists of as many calls as its active clients fill groups; zeros fill the last group.
 
 `FAIRVAR_COMPILED=FILE` keeps what the compiler made in a file, for later processes and for other
-machines with the same GPU and torch: compiling then takes a fraction of the time. The file holds
-code, so it is read only if nobody but the user can write to it.
+machines with the same GPU and torch: compiling then takes a fraction of the time. The file is a
+list of torch's own caches, one for each graph. It holds code, so it is read only if nobody but the
+user can write to it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
+from torch.compiler._cache import CacheArtifactManager
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -46,9 +49,11 @@ PRICE, SAVED = 180.0, 4e-11
 _COMPILED: dict[object, Callable[..., Any] | None] = {}  # None: it does not compile
 _FAILED: set[object] = set()  # what does not compile in one shape is not tried in another
 _SECONDS: dict[object, float] = {}  # that compiling took in another shape
+_IN_FILE: set[tuple[str, str]] = set()  # names of what the file of the cache held
 _LISTENERS: list[Callable[[str], object]] = []
 
 KEPT_IN = "FAIRVAR_COMPILED"  # the environment variable with the file of the compiler's cache
+DAMAGED = "it is damaged"
 LARGEST = 8 << 30  # bytes of it; that of MobileNetV2 has 84 MB
 
 
@@ -127,26 +132,34 @@ def in_groups(
 
 
 def _filled(leaf: Tensor | None, width: int) -> Tensor | None:
-    """Zeros up to `width` rows. Contiguous, because other strides would be compiled again."""
+    """Zeros up to `width` rows."""
     if leaf is None or len(leaf) == width:
-        return None if leaf is None else leaf.contiguous()
+        return leaf
     return torch.cat([leaf, leaf.new_zeros(width - len(leaf), *leaf.shape[1:])])
+
+
+def _laid_out(leaf: Tensor) -> Tensor:
+    """With the strides of a new tensor, because others would be compiled again: those of a
+    contiguous tensor are arbitrary along axes of length one."""
+    if leaf.is_contiguous() and 1 not in leaf.shape:
+        return leaf
+    return leaf.contiguous().flatten().view(leaf.shape)
 
 
 def _call(key: object, step: Callable[..., Any], group: Any, shared: Any) -> tuple[Any, Any] | None:
     if key in _FAILED:
         return None
     leaves, form = pytree.tree_flatten((group, shared))
-    given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    with torch.no_grad():
+        given = [_laid_out(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
     shape = key, str(form), *((leaf.shape, leaf.dtype, leaf.device) for leaf in given)
     if shape not in _COMPILED:
-        _load()
         before = _SECONDS.get(key)
         announce(COMPILING if before is None else f"{COMPILING}, about {before:.0f} s")
         started = time.monotonic()
-        _COMPILED[shape] = _compile(step, leaves, form, given)
+        with _kept_in_file():
+            _COMPILED[shape] = _compile(step, leaves, form, given)
         _SECONDS[key] = time.monotonic() - started
-        _save()
     compiled = _COMPILED[shape]
     if compiled is None:
         _FAILED.add(key)
@@ -182,21 +195,60 @@ def _compile(
 
 
 # -- the compiler's cache --------------------------------------------------------------------------
-def _load() -> None:
-    """What earlier processes compiled, once per process. A damaged file only warns."""
+@contextmanager
+def _kept_in_file() -> Iterator[None]:
+    """What is compiled within is kept in the file, beside what is there already."""
     name = os.environ.get(KEPT_IN)
-    if not name or _COMPILED or not Path(name).exists():
+    if not name:
+        yield
         return
-    content, log = _read(Path(name)), logging.getLogger("torch.compiler._cache")
+    _load(Path(name))
+    # Alone, because of what was saved in several calls torch loads that of the last one only.
+    with CacheArtifactManager.with_fresh_cache():
+        yield
+        made = torch.compiler.save_cache_artifacts()
+    if made is not None:
+        _save(Path(name), *made)
+
+
+def _load(path: Path) -> None:
+    """What earlier processes compiled, once per process. A damaged file only warns."""
+    if _COMPILED or not path.exists():
+        return
+    content, log = _read(path), logging.getLogger("torch.compiler._cache")
     quiet, log.disabled = log.disabled, True  # it would show a traceback
     try:
-        found, why = torch.compiler.load_cache_artifacts(content), "it is damaged"
+        loaded, why = [torch.compiler.load_cache_artifacts(p) for p in _parts(content)], DAMAGED
     except Exception as error:
-        found, why = None, cause(error)
+        loaded, why = [None], DAMAGED if isinstance(error, msgspec.MsgspecError) else cause(error)
     finally:
         log.disabled = quiet
-    if found is None:
-        warnings.warn(f"{KEPT_IN} = {name} is not used: {why}", stacklevel=2)
+    _IN_FILE.update(*(_names(found) for found in loaded if found is not None))
+    if None in loaded:
+        warnings.warn(f"{KEPT_IN} = {path} is not used: {why}", stacklevel=2)
+
+
+def _save(path: Path, content: bytes, made: Any) -> None:
+    if _names(made) <= _IN_FILE:
+        return
+    try:
+        parts = _parts(_read(path)) if path.exists() else []
+    except msgspec.MsgspecError:
+        parts = []  # it is damaged
+    try:
+        write_bytes(path, msgspec.msgpack.encode([*parts, content]))
+        path.chmod(0o600)
+    except (RunFailed, OSError) as error:
+        warnings.warn(f"{KEPT_IN} = {path} is not written: {cause(error)}", stacklevel=2)
+
+
+def _names(found: Any) -> set[tuple[str, str]]:
+    """Of the artifacts in what torch calls `CacheInfo`."""
+    return {(kind, name) for kind, names in found.artifacts.items() for name in names}
+
+
+def _parts(content: bytes) -> list[bytes]:
+    return msgspec.msgpack.decode(content, type=list[bytes])
 
 
 def _read(path: Path) -> bytes:
@@ -213,18 +265,6 @@ def _read(path: Path) -> bytes:
             return file.read()
     except OSError as error:
         raise BadInput(f"{KEPT_IN} = {path} cannot be read: {error.strerror or error}") from None
-
-
-def _save() -> None:
-    name = os.environ.get(KEPT_IN)
-    made = torch.compiler.save_cache_artifacts() if name else None
-    if not name or made is None:
-        return
-    try:
-        write_bytes(Path(name), made[0])
-        Path(name).chmod(0o600)
-    except (RunFailed, OSError) as error:
-        warnings.warn(f"{KEPT_IN} = {name} is not written: {cause(error)}", stacklevel=2)
 
 
 def forget() -> None:
