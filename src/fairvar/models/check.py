@@ -189,7 +189,9 @@ def _pass_problems(
             shape = _shapes(first)
             alone = apply(evaluating, first)
     except Exception as error:
-        yield Problem(f"fails on inputs of shape {shape}: {cause(error)}")
+        whole = not any(part.is_floating_point() for part in input_parts(inputs).values())
+        way = "; integer inputs are for embeddings, give others as floats" if whole else ""
+        yield Problem(f"fails on inputs of shape {shape}: {cause(error)}{way}")
         return
     for given, samples, labels in (
         (outputs, b, targets), (evaluated, b, targets), (alone, 1, None)
