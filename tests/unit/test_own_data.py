@@ -283,6 +283,8 @@ def test_streams_of_dicts_and_images_are_read_too():
     ([torch_set(), Subset(torch_set(), [])], {}, "train, client 1: the data set is empty"),
     ([TensorDataset(torch.zeros(2, 2))], {}, "client 0: an item is a tuple, not an"),
     ([[(object(), 1)]], {}, "cannot be put into one tensor"),
+    (Stream(), {}, "one data set per client, not a Stream"),
+    ([[(1.0, "yes")]], {}, "y cannot be read as an array of numbers .it holds text; number"),
     ([Stream()], {"x": "image"}, "y = None: name one of image, label"),
     ([Stream()], {"x": "image", "y": "label"}, "x is uint8; scale"),
 ])  # fmt: skip
@@ -313,6 +315,13 @@ def test_hugging_face_data_sets_are_clients():
     assert federation.train.of(1)[1].tolist() == [1, 1]
     one_column = fv.Federation.from_datasets(parts, x="pixels", y="ill")
     assert one_column.train.of(0)[0].tolist() == [[0, 1], [4, 5]]
+    with pytest.raises(BadInput, match="one data set per client, not a Dataset"):
+        fv.Federation.from_datasets(whole, x="pixels", y="ill")
+    with pytest.raises(BadInput, match="client 0: x cannot be read as an array of numbers"):
+        fv.Federation.from_datasets(parts, x="site", y="ill")
+    streams = [part.to_iterable_dataset() for part in parts]
+    streamed = fv.Federation.from_datasets(streams, x="age", y="ill")
+    assert streamed.train.x.tolist() == [1, 3, 2, 4]
     for wrong in ({"x": "pixels"}, {"y": "ill"}, {"x": "age", "y": "sick"}):
         with pytest.raises(BadInput, match="name one of age, dose, pixels, ill, site"):
             fv.Federation.from_datasets(parts, **wrong)

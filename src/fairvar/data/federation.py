@@ -480,6 +480,8 @@ def _array(values: Any, part: str, client: int, name: str) -> np.ndarray | Tenso
         own = isinstance(values, Tensor)
         array = values.detach().cpu() if own else np.asarray(values)
         if not own:
+            if why := own_data.why_no_numbers(array):
+                raise ValueError(why)
             _torch_type(array.dtype)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadInput(f"{where} cannot be read as an array of numbers ({error})") from None

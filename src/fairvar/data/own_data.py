@@ -265,13 +265,14 @@ def pairs_of_datasets(
     if isinstance(datasets, Mapping):
         raise BadInput(f"{part} must be a list with one data set per client, not a dict: give "
                        "list(d.values()), and client_names=list(d)")  # fmt: skip
-    if isinstance(datasets, str) or not hasattr(datasets, "__iter__"):
+    one = isinstance(datasets, str | torch.utils.data.Dataset) or hasattr(datasets, "with_format")
+    if one or not hasattr(datasets, "__iter__"):
         raise BadInput(f"{part} must be a list with one data set per client, not a "
                        f"{type(datasets).__name__}")  # fmt: skip
     pairs, classes = [], []
     for client, dataset in enumerate(datasets):
         where = f"{part}, client {client}"
-        table = hasattr(dataset, "with_format")
+        table = hasattr(dataset, "with_format") and hasattr(dataset, "__len__")  # and no stream
         try:
             inputs, targets = (_columns_of if table else _items_of)(dataset, x, y)
             if transform is not None:
@@ -313,11 +314,22 @@ def _columns_of(dataset: Any, x: Any, y: Any) -> tuple[Tensor, np.ndarray]:
             _key(column, "x" if key is wanted else "y", dataset.column_names)
     found = dataset.with_format("numpy", columns=[*wanted, y])[:]
     inputs = found[x] if isinstance(x, str) else np.stack([found[c] for c in wanted], axis=1)
+    if why := why_no_numbers(inputs):
+        raise BadInput(f"x cannot be read as an array of numbers ({why})")
     return torch.as_tensor(inputs), found[y]
 
 
+def why_no_numbers(array: np.ndarray) -> str | None:
+    """What an array of text or of objects should have been."""
+    if array.dtype.kind in "US":
+        return "it holds text; number classes and tokens from 0"
+    if array.dtype.kind == "O":
+        return "it holds text, gaps (None) or rows of different lengths"
+    return None
+
+
 def _key(key: Any, argument: str, known: Any) -> str:
-    if key not in known:
+    if key not in list(known):  # lists cannot be hashed
         raise BadInput(f"{argument} = {shown(key)}: name one of {', '.join(map(str, known))}")
     return str(key)
 

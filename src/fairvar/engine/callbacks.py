@@ -21,6 +21,7 @@ from typing import Any
 from jaxtyping import Float64
 from torch import Tensor
 
+from fairvar.common.files import given_path
 from fairvar.common.process import progress as progress_bar
 from fairvar.engine.history import History
 from fairvar.engine.kernels.compiled import with_compiling
@@ -280,7 +281,9 @@ class TensorBoard(Callback):
         except ImportError:
             way = 'pip install "fairvar[tensorboard]"'
             raise BadInput(f"TensorBoard needs the package tensorboard: {way}") from None
-        self.folder, self._new = Path(folder), SummaryWriter
+        self.folder, self._new = given_path(folder), SummaryWriter
+        if self.folder.is_file():
+            raise BadInput(f"{self.folder} is a file; give TensorBoard a folder")
         self._writer: Any = None
 
     def on_start(self, run: Training) -> None:
