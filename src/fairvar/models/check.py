@@ -190,7 +190,8 @@ def _pass_problems(
             alone = apply(evaluating, first)
     except Exception as error:
         whole = not any(part.is_floating_point() for part in input_parts(inputs).values())
-        way = "; integer inputs are for embeddings, give others as floats" if whole else ""
+        embeds = any(isinstance(layer, nn.Embedding) for layer in module.modules())
+        way = "; give x as floats: integers are for embeddings" if whole and not embeds else ""
         yield Problem(f"fails on inputs of shape {shape}: {cause(error)}{way}")
         return
     for given, samples, labels in (
