@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from jaxtyping import config
 
 import fairvar as fv
 from checks import same_bytes
@@ -82,6 +83,7 @@ def test_a_stored_run_is_not_computed_again(
 
 
 def test_a_dict_may_hold_numpys_numbers_arrays_and_ranges() -> None:
+    config.update("jaxtyping_disable", True)  # it would refuse some by itself
     train = {"rounds": np.int64(8), "lr": np.float64(0.5), "drop_last": np.True_}
     plain = {"rounds": 8, "lr": 0.5, "drop_last": True}
     assert Config.load({**BASE, "train": train}) == Config.load({**BASE, "train": plain})
