@@ -54,7 +54,8 @@ class Metric:
         if not (
             isinstance(name, str) and name.isidentifier() and name.isascii() and len(name) < 41
         ):
-            raise BadInput(f"metric name {shown(name)}: give name=, of letters, digits and _")
+            raise BadInput(f"metric name {shown(name)}: give name=, of letters, digits and _, as "
+                           'in Metric(function, name="my_score")')  # fmt: skip
         if not isinstance(self.higher_is_better, bool):
             raise BadInput(f"metric {name}: higher_is_better must be True or False")
         object.__setattr__(self, "name", name)
@@ -65,8 +66,8 @@ class Metric:
         """The score of one client with at least one sample."""
         if self.function is None:
             raise BadInput(f"{self.name} follows from the loss of a run; it has no function")
-        try:
-            value = float(self.function(outputs, targets))
+        try:  # of copies: the targets are the federation's, and may be changed in place
+            value = float(self.function(_copied(outputs), _copied(targets)))
         except Exception as error:
             shapes = " and ".join(str(tuple(np.shape(part))) for part in (outputs, targets))
             raise BadInput(
@@ -134,6 +135,10 @@ class Metric:
         """Sorted along the last axis."""
         rising = np.sort(scores)
         return rising if self.higher_is_better else rising[..., ::-1]
+
+
+def _copied(values: Any) -> Any:
+    return values.clone() if hasattr(values, "clone") else values
 
 
 def _checked_bounds(name: str, bounds: Any) -> tuple[float, float]:

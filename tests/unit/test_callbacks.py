@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from jaxtyping import config
 from torch import Tensor, nn
 
 import fairvar as fv
@@ -99,6 +100,20 @@ def test_a_run_that_reaches_its_end_was_not_stopped() -> None:
     assert (found.stopped, found.rounds) == (None, 4)
 
 
+def test_what_a_callback_shows_and_what_it_need_not_say() -> None:
+    class Ends(fv.Callback):
+        def on_start(self, run: fv.Training) -> None:
+            with pytest.raises(fv.BadInput, match="no round is done yet"):
+                _ = run.loss
+
+        def on_round(self, run: fv.Training) -> None:
+            assert repr(run) == "<Training: FedAvg, 1 of 4 rounds>"
+            run.stop("")
+
+    found = fv.train("multinomial", DATA, fv.FedAvg(), 4, callbacks=[Ends()])
+    assert (found.rounds, found.stopped) == (1, "by a callback")
+
+
 def test_callbacks_end_after_an_error_too() -> None:
     class Fails(fv.Callback):
         def on_round(self, run: fv.Training) -> None:
@@ -142,6 +157,11 @@ def scored_by(name: str) -> Any:
     return SimpleNamespace(metric=fv.METRICS[name])
 
 
+def test_a_score_must_be_a_number() -> None:
+    with pytest.raises(fv.BadInput, match="must return a number, not 'good'"):
+        early(["good"])  # type: ignore[list-item]
+
+
 def test_early_stopping_by_name_knows_which_way_is_better() -> None:
     for name, higher in (("mean", True), ("worst_10_percent", True), ("jain", True),
                          ("loss", False), ("variance_over_clients", False),
@@ -163,7 +183,10 @@ def test_early_stopping_by_name_knows_which_way_is_better() -> None:
 
 
 def test_bad_early_stopping_is_refused() -> None:
+    config.update("jaxtyping_disable", True)  # it would refuse some by itself
     for options, why in (({"score": "meen"}, "did you mean 'mean'"), ({"patience": 0}, "patience"),
+                         ({"score": "variance_interval"}, "unknown score"),
+                         ({"higher_is_better": "no"}, "give True or False"),
                          ({"min_delta": -1.0}, "min_delta")):  # fmt: skip
         with pytest.raises(fv.BadInput, match=why):
             fv.EarlyStopping(**options)  # type: ignore[arg-type]

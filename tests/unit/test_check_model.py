@@ -116,6 +116,14 @@ def test_faults_that_show_when_it_runs(kind: str, words: str, fatal: bool) -> No
     assert problem.fatal is fatal
 
 
+def test_integers_are_for_embeddings() -> None:
+    assert "give x as floats: integers are for embeddings" in check_model(net(), X.long())[0]
+    tokens = nn.Sequential(nn.Embedding(2, 3), nn.Flatten(), nn.Linear(12, 3))
+    (problem,) = check_model(tokens, torch.full((6, 4), 2))  # there are the tokens 0 and 1
+    assert "index out of range" in problem
+    assert "give x as floats" not in problem
+
+
 def test_output_width_and_targets() -> None:
     assert "has 3 outputs for 5 classes" in reasons(net(), classes=5)[0]
     assert "a target is 7" in check_model(net(), X, targets=torch.tensor([0, 7, 1, 0, 0, 0]))[0]

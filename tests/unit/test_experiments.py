@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from jaxtyping import config
 
 import fairvar as fv
 from checks import same_bytes
@@ -79,6 +80,19 @@ def test_a_stored_run_is_not_computed_again(
     first = fv.run(BASE, out=tmp_path)
     monkeypatch.setattr("fairvar.runs.runner.compute", None)
     same_bytes(fv.run(BASE, out=tmp_path), first)
+
+
+def test_a_dict_may_hold_numpys_numbers_arrays_and_ranges() -> None:
+    config.update("jaxtyping_disable", True)  # it would refuse some by itself
+    train = {"rounds": np.int64(8), "lr": np.float64(0.5), "drop_last": np.True_}
+    plain = {"rounds": 8, "lr": 0.5, "drop_last": True}
+    assert Config.load({**BASE, "train": train}) == Config.load({**BASE, "train": plain})
+    sweep = {"methods": ("fedavg",), "seeds": range(2), "lr": np.array([0.1, 0.5])}
+    listed = {"methods": ["fedavg"], "seeds": [0, 1], "lr": [0.1, 0.5]}
+    made = [Plan.load({**BASE, "sweep": each}) for each in (sweep, listed)]
+    assert made[0].cells == made[1].cells
+    with pytest.raises(fv.BadInput, match="must look like"):
+        Config.load(BASE, [{"train.lr": 1}])  # type: ignore[list-item]
 
 
 def test_bad_configurations_write_nothing(tmp_path: Path) -> None:

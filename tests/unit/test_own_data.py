@@ -15,7 +15,7 @@ import pandas
 import pytest
 import torch
 from jaxtyping import config
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 import fairvar as fv
 from fairvar.data import clinics, own_data
@@ -81,8 +81,11 @@ def test_a_share_of_zero_leaves_the_part_out():
     ({"train": arrays(2, 1), "split": (0.8, 0.1, 0.1)}, "no client has the 3 samples"),
     ({"client_names": ["a"]}, "1 entries for 2 clients"),
     ({"client_names": [1, 2]}, "one string each"),
+    ({"client_names": ["a", "a"]}, "'a' names two clients"),
+    ({"train": {"a": arrays(2)[0]}}, "client_names=list"),
 ])  # fmt: skip
 def test_a_wrong_split_ends_in_one_line(options, message):
+    config.update("jaxtyping_disable", True)  # it would refuse some by itself
     with pytest.raises(BadInput, match=message):
         fv.Federation.from_arrays(**{"train": arrays(4, 4), **options})
 
@@ -158,6 +161,7 @@ WRONG = {
     "words": ({"features": ["age", "drug", "part"]}, "columns 'drug', 'part' hold no numbers"),
     "part": ({"split": "drug"}, "column 'drug' must hold train, valid, test only"),
     "words as numbers": ({"regression": True}, "cannot be regressed on"),
+    "one for two": ({"client": "ill"}, "columns 'ill', 'ill'; each needs its own"),
 }
 
 
@@ -170,8 +174,15 @@ def test_a_wrong_column_ends_in_one_line(case):
 
 def test_missing_values_are_named_by_column():
     frame = FRAME.assign(dose=[None, *FRAME["dose"][1:]])
-    with pytest.raises(BadInput, match="column 'dose' hold missing values"):
+    with pytest.raises(BadInput, match=r"\(empty, NA or None\) in column 'dose'"):
         fv.Federation.from_frame(frame, **WAY)
+
+
+@pytest.mark.parametrize("column", ["age", "ill"])
+def test_dates_are_neither_categories_nor_classes(column):
+    frame = FRAME.assign(**{column: pandas.date_range("2026-01-01", periods=len(FRAME))})
+    with pytest.raises(BadInput, match=f"dates or times in column '{column}'; make numbers"):
+        fv.Federation.from_frame(frame, **WAY, one_hot=True)
 
 
 def test_identifiers_are_no_categories_and_prices_no_classes():
@@ -199,6 +210,27 @@ def test_a_file_that_is_no_csv_ends_in_one_line(tmp_path: Path, content):
         (tmp_path / "wards.csv").write_bytes(content)
     with pytest.raises(BadInput, match=r"wards\.csv"):
         fv.Federation.from_csv(tmp_path / "wards.csv", client="ward", target="ill")
+
+
+def test_row_numbers_of_a_csv_file_are_no_feature(tmp_path: Path):
+    FRAME.drop(columns=["drug", "part"]).to_csv(tmp_path / "wards.csv")
+    way = {"client": "ward", "target": "ill"}
+    with pytest.raises(BadInput, match="holds the row numbers that"):
+        fv.Federation.from_csv(tmp_path / "wards.csv", **way)
+    chosen = fv.Federation.from_csv(tmp_path / "wards.csv", **WAY)
+    assert chosen.provenance["features"] == ["age", "dose"]
+
+
+@pytest.mark.parametrize(("form", "message"), [
+    ({"sep": ";"}, 'no commas between the columns of wards.csv: use .*sep=";"'),
+    ({"sep": "\t"}, "no commas between the columns"),
+    ({"encoding": "latin-1"}, "wards.csv is not in UTF-8: use .*encoding="),
+    ({"encoding": "utf-16"}, "wards.csv is not in UTF-8: use .*encoding="),
+])  # fmt: skip
+def test_other_forms_of_csv_end_in_one_line_that_says_how_to_read_them(tmp_path, form, message):
+    FRAME.assign(ward="Süd").to_csv(tmp_path / "wards.csv", index=False, **form)
+    with pytest.raises(BadInput, match=message):
+        fv.Federation.from_csv(tmp_path / "wards.csv", **WAY)
 
 
 def test_a_path_must_be_one_and_columns_differ_in_name():
@@ -247,13 +279,18 @@ def test_streams_of_dicts_and_images_are_read_too():
 @pytest.mark.parametrize(("sets", "options", "message"), [
     (torch_set, {}, "one data set per client, not a function"),
     ({"train": torch_set()}, {}, "not a dict"),
+    ({"a": torch_set()}, {}, "client_names=list"),
+    ([DataLoader(torch_set(), batch_size=2)], {}, "client 0: a DataLoader holds batches; give its"),
     ([torch_set(), Subset(torch_set(), [])], {}, "train, client 1: the data set is empty"),
     ([TensorDataset(torch.zeros(2, 2))], {}, "client 0: an item is a tuple, not an"),
     ([[(object(), 1)]], {}, "cannot be put into one tensor"),
+    (Stream(), {}, "one data set per client, not a Stream"),
+    ([[(1.0, "yes")]], {}, "y cannot be read as an array of numbers .it holds text; number"),
     ([Stream()], {"x": "image"}, "y = None: name one of image, label"),
     ([Stream()], {"x": "image", "y": "label"}, "x is uint8; scale"),
 ])  # fmt: skip
 def test_a_wrong_data_set_ends_in_one_line(sets, options, message):
+    config.update("jaxtyping_disable", True)  # it would refuse some by itself
     with pytest.raises(BadInput, match=message):
         fv.Federation.from_datasets(sets, **options)
 
@@ -280,6 +317,13 @@ def test_hugging_face_data_sets_are_clients():
     assert federation.train.of(1)[1].tolist() == [1, 1]
     one_column = fv.Federation.from_datasets(parts, x="pixels", y="ill")
     assert one_column.train.of(0)[0].tolist() == [[0, 1], [4, 5]]
+    with pytest.raises(BadInput, match="one data set per client, not a Dataset"):
+        fv.Federation.from_datasets(whole, x="pixels", y="ill")
+    with pytest.raises(BadInput, match="client 0: x cannot be read as an array of numbers"):
+        fv.Federation.from_datasets(parts, x="site", y="ill")
+    streams = [part.to_iterable_dataset() for part in parts]
+    streamed = fv.Federation.from_datasets(streams, x="age", y="ill")
+    assert streamed.train.x.tolist() == [1, 3, 2, 4]
     for wrong in ({"x": "pixels"}, {"y": "ill"}, {"x": "age", "y": "sick"}):
         with pytest.raises(BadInput, match="name one of age, dose, pixels, ill, site"):
             fv.Federation.from_datasets(parts, **wrong)
@@ -355,6 +399,22 @@ def test_standardising_images_by_channel_and_constants_to_zero():
     assert float(done[:, 0].mean()) == pytest.approx(0, abs=1e-5)
     assert float(done[:, 0].std(correction=0)) == pytest.approx(1, abs=1e-5)
     assert done[:, 1].abs().max() == 0
+
+
+def test_several_inputs_are_looked_at_and_standardised_one_by_one():
+    draw = np.random.default_rng(0)
+    x = {"note": draw.integers(0, 9, (8, 4)), "values": draw.normal(300, 20, (8, 2))}
+    pairs = [(x, np.arange(8) % 2)]
+    federation = fv.Federation.from_arrays(pairs, test=pairs)
+    assert str(federation.scale_problem).startswith("x['values']: the inputs are badly scaled")
+    done = federation.standardise()
+    assert done.scale_problem is None
+    for split in done.splits.values():
+        assert torch.equal(split.x["note"], torch.from_numpy(x["note"]))
+        expected = (x["values"] - x["values"].mean(0)) / x["values"].std(0)
+        np.testing.assert_allclose(split.x["values"], expected, atol=1e-12)
+    with pytest.raises(BadInput, match="like = 'all': give a Federation"):
+        federation.standardise(like="all")  # type: ignore[arg-type]
 
 
 def test_new_clients_are_standardised_like_those_that_trained():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jaxtyping import config
 from torch import Tensor, nn
 
 import fairvar as fv
@@ -93,6 +94,37 @@ def test_a_state_and_a_model_are_loaded_as_such(tmp_path: Path) -> None:
     assert all(torch.equal(model[name], history.model[name]) for name in model)
     with pytest.raises(fv.BadInput, match=r"ends in \.safetensors"):
         history.save_model(tmp_path / "model.bin")
+
+
+def test_a_damaged_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    trained(fv.FedAvg()).save_model(path)
+    content = path.read_bytes()
+    for place in (
+        len(content) - 1,
+        len(content) - 40,
+    ):  # values, which the library takes as they are
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(fv.IntegrityError, match="its tensors are not those that were written"):
+            fv.load(path)
+
+
+def test_what_is_no_path_or_a_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.update("jaxtyping_disable", True)  # it would refuse them by itself
+    history = trained(fv.FedAvg())
+    for save in (history.save, history.state.save, history.save_model):
+        with pytest.raises(fv.BadInput, match="path = 3: give the path of a file"):
+            save(3)  # type: ignore[arg-type]
+        with pytest.raises(fv.BadInput, match="is a folder; give the name of a file"):
+            save(tmp_path)
+    with pytest.raises(fv.BadInput, match="path = None: give the path"):
+        fv.load(None)  # type: ignore[arg-type]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    history.save("~/at-home")
+    assert (tmp_path / "at-home").is_file()
+    assert isinstance(fv.load("~/at-home"), fv.History)
 
 
 def test_a_run_folder_is_loaded(tmp_path: Path) -> None:

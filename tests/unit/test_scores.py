@@ -226,6 +226,26 @@ def test_bad_metrics_are_refused_in_one_line() -> None:
         assert "\n" not in str(caught.value)
 
 
+def test_a_metric_that_changes_its_arguments_changes_neither_data_nor_accuracies() -> None:
+    def careless(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+        outputs.zero_()
+        targets.zero_()
+        return 0.0
+
+    pair = torch.randn(6, 2, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 2
+    data = fv.Federation.from_arrays([pair] * 2, test=[pair] * 2)
+    runs = [
+        fv.train("multinomial", data, fv.FedAvg(), 2, 0.1, metric=metric, engine=engine)
+        for metric in ("accuracy", careless)
+        for engine in ("reference", "linear", "vmapped")
+    ]
+    assert data.test is not None
+    assert data.test.y.tolist() == [0, 1, 0, 1, 0, 1] * 2
+    for key in (("test", "global"), ("test", "local")):
+        for plain, own in zip(runs[:3], runs[3:], strict=True):
+            assert torch.equal(plain.accuracy[key], own.accuracy[key])
+
+
 def test_a_metric_is_named_after_its_function_and_found_by_its_place() -> None:
     assert fv.Metric(half, higher_is_better=True).name == "half"
     assert metric_of("fairvar.scores:ACCURACY") == METRICS["accuracy"]

@@ -11,11 +11,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from jaxtyping import config
 from torch import Tensor, nn
 
 import fairvar as fv
 from checks import images, small_cnn
 from fairvar.engine.settings import EvaluateSettings
+from fairvar.methods import Replies
 
 METHODS = [
     fv.FedAvg(),
@@ -334,6 +336,22 @@ def test_states_that_do_not_fit() -> None:
     )
     refused("2 rounds behind it", "rounds = 4", rounds=2, state=of["FedAvg"])
     fv.train("multinomial", DATA, fv.QFFL(1.0), 4, state=of["FedAvg"])  # only a model: fine
+
+
+class WithoutMemory(fv.Method, frozen=True):
+    """An author forgot what `weigh` returns."""
+
+    def weigh(self, memory: dict, replies: Replies) -> Tensor:  # type: ignore[override]
+        return replies.share
+
+
+@pytest.mark.parametrize("engine", ["reference", "linear", "vmapped", "pooled"])
+def test_a_method_that_returns_weights_alone_is_refused(engine: str) -> None:
+    config.update("jaxtyping_disable", True)  # it would refuse them by itself
+    pair = torch.eye(2), torch.arange(2)
+    data = fv.Federation.from_arrays([pair] * 2)  # two weights could be taken for the two things
+    with pytest.raises(fv.BadInput, match="must return two things: weights, memory"):
+        fv.train("multinomial", data, WithoutMemory(), rounds=1, engine=engine)
 
 
 def test_progress(capsys: pytest.CaptureFixture[str]) -> None:

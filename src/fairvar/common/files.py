@@ -28,7 +28,7 @@ from typing import Annotated, Any, BinaryIO, TypeVar
 import msgspec
 from msgspec import Meta
 
-from fairvar.errors import RunFailed
+from fairvar.errors import BadInput, RunFailed, shown
 
 MOST_TEXT = 128 << 10  # a TOML configuration; its reader is slow
 MOST_CODE = 4 << 20  # a plugin
@@ -162,6 +162,16 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def given_path(path: object, *, to_write: bool = False) -> Path:
+    """The path that a user gave, where ~ is the home folder."""
+    if not isinstance(path, str | os.PathLike):
+        raise BadInput(f"path = {shown(path)}: give the path of a file")
+    found = Path(path).expanduser()
+    if to_write and found.is_dir():
+        raise BadInput(f"{found} is a folder; give the name of a file in it")
+    return found
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -193,29 +193,46 @@ class Federation:
     @property
     def scale_problem(self) -> str | None:
         """What `train` warns about: raw pixels or columns far from unit scale."""
-        x = self.train.x
-        known = isinstance(x, Tensor)  # models may have several inputs
-        return own_data.scale_problem(x, self.provenance.get("features")) if known else None
+        columns = self.provenance.get("features")
+        for name, x in input_parts(self.train.x).items():
+            if problem := own_data.scale_problem(x, columns):
+                return problem if name == "x" else f"{name}: {problem}"
+        return None
 
     def standardise(self, like: Federation | None = None) -> Federation:
         """Inputs with mean 0 and standard deviation 1 in the training data of all clients together,
         by column of a table, by channel of images, and by one number for other shapes. `like`: with
         the numbers of that federation, for clients that took no part in training. Constant columns
-        become 0."""
-        x = self.train.x
-        if not (isinstance(x, Tensor) and x.is_floating_point()):
-            kind = x.dtype if isinstance(x, Tensor) else "several tensors"
-            raise BadInput(f"standardise: the inputs are {kind}; give one array of floats")
-        like = like or self
-        if like.input_shape != self.input_shape:
-            raise BadInput(f"standardise: `like` has inputs of shape {like.input_shape}, but here "
-                           f"they have {self.input_shape}")  # fmt: skip
-        mean, sd = own_data.moments(like.train.x)
-        done: dict[str, Any] = {
-            part: replace(split, x=(split.x - mean) / sd) for part, split in self.splits.items()
-        }
-        scale = {"mean": mean.flatten().tolist(), "sd": sd.flatten().tolist()}
-        return replace(self, **done, provenance={**self.provenance, "normalisation": scale})
+        become 0. Of several inputs each is standardised by itself; integers stay as they are."""
+        like = self if like is None else like
+        if not isinstance(like, Federation):
+            raise BadInput(f"standardise: like = {shown(like)}: give a Federation")
+        parts = input_parts(like.train.x)
+        shapes, own = ([(name, tuple(part.shape[1:])) for name, part in of.items()]
+                       for of in (parts, input_parts(self.train.x)))  # fmt: skip
+        if shapes != own:
+            there, here = (
+                pairs[0][1] if len(pairs) == 1 else dict(pairs) for pairs in (shapes, own)
+            )
+            raise BadInput(f"standardise: `like` has inputs of shape {there}, but here "
+                           f"they have {here}")  # fmt: skip
+        found = [own_data.moments(part) if part.is_floating_point() else None
+                 for part in parts.values()]  # fmt: skip
+        known = [pair for pair in found if pair is not None]
+        if not known:
+            kinds = ", ".join(sorted({str(part.dtype) for part in parts.values()}))
+            raise BadInput(f"standardise: the inputs are {kinds}; give one array of floats")
+
+        def scaled(x: Inputs) -> Inputs:
+            numbers = iter(found)
+            return map_inputs(
+                lambda part: part if (m := next(numbers)) is None else (part - m[0]) / m[1], x
+            )
+
+        done: dict[str, Any] = {k: replace(s, x=scaled(s.x)) for k, s in self.splits.items()}
+        mean, sd = (torch.cat([pair[k].flatten() for pair in known]).tolist() for k in (0, 1))
+        facts = {**self.provenance, "normalisation": {"mean": mean, "sd": sd}}
+        return replace(self, **done, provenance=facts)
 
     @classmethod
     def from_arrays(
@@ -370,13 +387,18 @@ def _names(given: Sequence[str], clients: int) -> tuple[str, ...]:
     if names and (len(names) != clients or not all(isinstance(name, str) for name in names)):
         raise BadInput(f"client_names has {len(names)} entries for {clients} clients; give one "
                        "string each")  # fmt: skip
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadInput(f"client_names: {shown(twice)} names two clients; give each its own name")
     return names
 
 
 def _pairs(part: str, given: Any) -> list[tuple[Any, Any]]:
     """The clients' (x, y) pairs, whatever holds them."""
     way = f"{part} must be a list with one (x, y) pair of arrays per client"
-    if isinstance(given, Tensor | np.ndarray | str | bytes | Mapping):
+    if isinstance(given, Mapping):
+        raise BadInput(f"{way}, not a dict: give list(d.values()), and client_names=list(d)")
+    if isinstance(given, Tensor | np.ndarray | str | bytes):
         raise BadInput(f"{way}, not a {type(given).__name__}")
     try:
         found = list(given)
@@ -458,6 +480,8 @@ def _array(values: Any, part: str, client: int, name: str) -> np.ndarray | Tenso
         own = isinstance(values, Tensor)
         array = values.detach().cpu() if own else np.asarray(values)
         if not own:
+            if why := own_data.why_no_numbers(array):
+                raise ValueError(why)
             _torch_type(array.dtype)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadInput(f"{where} cannot be read as an array of numbers ({error})") from None

@@ -6,6 +6,7 @@ sets, Hugging Face data sets. Also splits into train, valid and test, and the sc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ DEFAULT_SPLIT = (0.8, 0.1, 0.1)
 MOST_CATEGORIES = 100  # of a column: more are an identifier or free text
 MOST_WHOLE_NUMBERS = 50  # as classes, unless the caller says so
 LARGEST_RMS, SMALLEST_RMS = 10.0, 1e-3  # of a column that is trained on as it is
+UNNAMED = "Unnamed: 0"  # pandas' name of a first column without one
 LOOKED_AT = 1024  # samples whose scale is looked at
 
 Shares = tuple[float, float, float]
@@ -109,10 +111,18 @@ def read_csv(path: str | Path) -> Any:
     if not isinstance(path, str | Path):
         raise BadInput(f"path = {shown(path)}: give the path of a CSV file")
     pandas, path = _pandas(), Path(path).expanduser()
+    way = "use Federation.from_frame(pandas.read_csv(path, {}), …)"
     try:
-        return pandas.read_csv(path)
+        table = pandas.read_csv(path)
+    except UnicodeDecodeError:
+        other = way.format('encoding="latin-1"')
+        raise BadInput(f"{path.name} is not in UTF-8: {other} with its encoding") from None
     except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
         raise BadInput(f"cannot read {path.name} as CSV ({cause(error)})") from None
+    if len(table.columns) == 1 and re.search(r"[;\t|]", str(table.columns[0])):
+        other = way.format('sep=";"')
+        raise BadInput(f"no commas between the columns of {path.name}: {other} with its separator")
+    return table
 
 
 def clients_of_frame(
@@ -132,8 +142,12 @@ def clients_of_frame(
     named = _columns(table, used, features)
     missing = [c for c in [*used, *named] if table[c].isna().any()]
     if missing:
-        raise BadInput(f"{_listed(missing)} hold missing values; fill them, or drop the rows with "
-                       "frame.dropna()")  # fmt: skip
+        raise BadInput(f"missing values (empty, NA or None) in {_listed(missing)}; fill them, or "
+                       "drop the rows with frame.dropna()")  # fmt: skip
+    times = [c for c in [target, *named] if table[c].dtype.kind in "mM"]
+    if times:
+        raise BadInput(f"dates or times in {_listed(times)}; make numbers of them first, such as "
+                       "frame[column].dt.dayofyear, or leave them out of features")  # fmt: skip
     x, coded = _inputs(pandas, table[named], one_hot)
     y, labels = _targets(pandas, table[target], regression)
     code, names = pandas.factorize(table[client], sort=True)
@@ -188,6 +202,11 @@ def _columns(table: Any, used: Sequence[str], features: Sequence[str] | None) ->
     for column in (*used, *named):
         if column not in there:
             raise unknown("column", column, map(str, there))
+    if len(set(used)) < len(used):
+        raise BadInput(f"client, target and split are {_listed(used)}; each needs its own")
+    if features is None and UNNAMED in named:
+        raise BadInput(f"column {UNNAMED!r} holds the row numbers that DataFrame.to_csv writes "
+                       "without index=False; drop it, or name the features")  # fmt: skip
     twice = [c for c in named if c in used]
     if twice:
         raise BadInput(f"{_listed(twice)} cannot be a feature too")
@@ -208,7 +227,8 @@ def _inputs(pandas: Any, table: Any, one_hot: bool) -> tuple[np.ndarray, list[st
         raise BadInput(f"{_listed(many)} hold more than {MOST_CATEGORIES} categories; leave them "
                        "out of features or group them first")  # fmt: skip
     coded = pandas.get_dummies(table, columns=words) if words else table
-    return coded.to_numpy(dtype=np.float32), [str(c) for c in coded]
+    with np.errstate(over="ignore"):  # infinity is refused with its client later
+        return coded.to_numpy(dtype=np.float32), [str(c) for c in coded]
 
 
 def _targets(pandas: Any, column: Any, regression: bool | None) -> tuple[np.ndarray, Any]:
@@ -243,13 +263,17 @@ def pairs_of_datasets(
     transform: Callable[[Tensor], Any] | None,
 ) -> tuple[Pairs, int | None]:
     """One pair of arrays per data set, and the number of classes where the data sets know it."""
-    if isinstance(datasets, str | Mapping) or not hasattr(datasets, "__iter__"):
+    if isinstance(datasets, Mapping):
+        raise BadInput(f"{part} must be a list with one data set per client, not a dict: give "
+                       "list(d.values()), and client_names=list(d)")  # fmt: skip
+    one = isinstance(datasets, str | torch.utils.data.Dataset) or hasattr(datasets, "with_format")
+    if one or not hasattr(datasets, "__iter__"):
         raise BadInput(f"{part} must be a list with one data set per client, not a "
                        f"{type(datasets).__name__}")  # fmt: skip
     pairs, classes = [], []
     for client, dataset in enumerate(datasets):
         where = f"{part}, client {client}"
-        table = hasattr(dataset, "with_format")
+        table = hasattr(dataset, "with_format") and hasattr(dataset, "__len__")  # and no stream
         try:
             inputs, targets = (_columns_of if table else _items_of)(dataset, x, y)
             if transform is not None:
@@ -269,6 +293,8 @@ def pairs_of_datasets(
 
 def _items_of(dataset: Any, x: Any, y: Any) -> tuple[Tensor, Tensor]:
     """Of a torch data set, whose items are (x, y) pairs, or dicts with these keys."""
+    if isinstance(dataset, torch.utils.data.DataLoader):  # its items are batches
+        raise BadInput("a DataLoader holds batches; give its data set, loader.dataset")
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     items = [dataset[i] for i in range(len(dataset))] if sized else list(dataset)
     if not items:
@@ -289,11 +315,22 @@ def _columns_of(dataset: Any, x: Any, y: Any) -> tuple[Tensor, np.ndarray]:
             _key(column, "x" if key is wanted else "y", dataset.column_names)
     found = dataset.with_format("numpy", columns=[*wanted, y])[:]
     inputs = found[x] if isinstance(x, str) else np.stack([found[c] for c in wanted], axis=1)
+    if why := why_no_numbers(inputs):
+        raise BadInput(f"x cannot be read as an array of numbers ({why})")
     return torch.as_tensor(inputs), found[y]
 
 
+def why_no_numbers(array: np.ndarray) -> str | None:
+    """What an array of text or of objects should have been."""
+    if array.dtype.kind in "US":
+        return "it holds text; number classes and tokens from 0"
+    if array.dtype.kind == "O":
+        return "it holds text, gaps (None) or rows of different lengths"
+    return None
+
+
 def _key(key: Any, argument: str, known: Any) -> str:
-    if key not in known:
+    if key not in list(known):  # lists cannot be hashed
         raise BadInput(f"{argument} = {shown(key)}: name one of {', '.join(map(str, known))}")
     return str(key)
 

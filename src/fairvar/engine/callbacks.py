@@ -21,6 +21,7 @@ from typing import Any
 from jaxtyping import Float64
 from torch import Tensor
 
+from fairvar.common.files import given_path
 from fairvar.common.process import progress as progress_bar
 from fairvar.engine.history import History
 from fairvar.engine.kernels.compiled import with_compiling
@@ -35,6 +36,7 @@ LOSS = "loss"
 # Scores of which a smaller value is better.
 LESS = (LOSS, "variance_over_clients", "corrected_variance", "sd_over_clients",
         "coefficient_of_variation", "range_over_clients", "gini", "kl_to_uniform")  # fmt: skip
+PAIRS = ("variance_interval", "corrected_variance_interval")  # two numbers, of which none is best
 EVEN = ("jain", "normalised_entropy", "cosine_to_ones")  # higher is better for every metric
 WRITTEN = ("mean", "variance_over_clients", "worst_10_percent")  # by TensorBoard
 
@@ -76,6 +78,8 @@ class Training:
     @property
     def loss(self) -> Float64[Tensor, " m"]:
         """f_i(x^t) of the last round's participants on training data."""
+        if not self._runs.recorder.rounds:
+            raise BadInput("no round is done yet, so there is no loss; use it in on_round")
         return self._runs.recorder.rounds[-1][1][0].detach().cpu().clone()
 
     @property
@@ -100,9 +104,12 @@ class Training:
         table = history.evaluated_loss[split, model or self.method.reported_model]
         return float(table[-1].nanmean()) if len(table) else math.nan
 
-    def stop(self, reason: str) -> None:
+    def __repr__(self) -> str:
+        return f"<Training: {self.method.label}, {self.done} of {self.rounds} rounds>"
+
+    def stop(self, reason: str = "by a callback") -> None:
         """End the run after this round; `history.stopped` will hold the first reason given."""
-        self.stopped = self.stopped or str(reason)
+        self.stopped = self.stopped or str(reason) or "by a callback"
 
     @contextmanager
     def watched(self, callbacks: Sequence[Callback]) -> Iterator[Progress | None]:
@@ -197,13 +204,15 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         higher_is_better: bool | None = None,
     ) -> None:
-        names = [*Fairness.__dataclass_fields__, LOSS]
+        names = [name for name in (*Fairness.__dataclass_fields__, LOSS) if name not in PAIRS]
         if not callable(score) and score not in names:
             raise unknown("score", score, names)
         if not isinstance(patience, int) or patience < 1:
             raise BadInput(f"patience = {shown(patience)}: give a number of evaluations, from 1 on")
         if not isinstance(min_delta, int | float) or not min_delta >= 0:
             raise BadInput(f"min_delta = {shown(min_delta)}: give a number, at least 0")
+        if higher_is_better not in (None, True, False):
+            raise BadInput(f"higher_is_better = {shown(higher_is_better)}: give True or False")
         self.score, self.split, self.model = score, split, model
         self.patience, self.min_delta = patience, min_delta
         self.higher_is_better = higher_is_better
@@ -212,6 +221,9 @@ class EarlyStopping(Callback):
     def _reset(self) -> None:
         self.best, self.best_round, self.waited = math.nan, 0, 0
         self.best_state: State | None = None
+
+    def __repr__(self) -> str:
+        return f"<EarlyStopping: best {self.name} {self.best:.6g} after round {self.best_round}>"
 
     @property
     def name(self) -> str:
@@ -247,7 +259,12 @@ class EarlyStopping(Callback):
 
     def _value(self, run: Training) -> float:
         if callable(self.score):
-            return float(self.score(run))
+            value = self.score(run)
+            try:
+                return float(value)
+            except (TypeError, ValueError, RuntimeError):
+                raise BadInput(f"EarlyStopping: {self.name} must return a number, not "
+                               f"{shown(value)}") from None  # fmt: skip
         if self.score == LOSS:
             return run.mean_loss(self.split, self.model)
         return float(run.fairness(self.split, self.model)[self.score])
@@ -264,7 +281,9 @@ class TensorBoard(Callback):
         except ImportError:
             way = 'pip install "fairvar[tensorboard]"'
             raise BadInput(f"TensorBoard needs the package tensorboard: {way}") from None
-        self.folder, self._new = Path(folder), SummaryWriter
+        self.folder, self._new = given_path(folder), SummaryWriter
+        if self.folder.is_file():
+            raise BadInput(f"{self.folder} is a file; give TensorBoard a folder")
         self._writer: Any = None
 
     def on_start(self, run: Training) -> None:

@@ -17,12 +17,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fairvar.common import display
-from fairvar.common.files import csv_text, pack_files, write_bytes
+from fairvar.common.files import csv_text, given_path, pack_files, write_bytes
 from fairvar.data.federation import SPLITS
 from fairvar.engine.state import State
 from fairvar.errors import BadInput, shown
 from fairvar.methods.base import Method
 from fairvar.metrics import RESAMPLES, Fairness, fairness
+from fairvar.models.weights import CHECKSUM, checksum
 from fairvar.scores import ACCURACY, LOSS, Metric, metric_facts
 
 Key = tuple[str, str]  # (split, model): ("test", "global"), ("valid", "local"), …
@@ -200,14 +201,16 @@ class History:
         }
         tables = {f"tables/{name}": table.contiguous() for name, table in self.tables().items()}
         content = save({**self.state.flat(), **tables}, {"facts": json.dumps(facts)})
-        write_bytes(Path(path), pack_files({"history.safetensors": content}))
+        write_bytes(given_path(path, to_write=True), pack_files({"history.safetensors": content}))
 
     def save_model(self, path: str | Path) -> None:
-        """Write the final global model (`model`) as a plain .safetensors file."""
-        if Path(path).suffix != ".safetensors":
+        """Write the final global model (`model`) as a plain .safetensors file, whose metadata hold
+        the SHA-256 of its tensors."""
+        path = given_path(path, to_write=True)
+        if path.suffix != ".safetensors":
             raise BadInput(f"{path}: give a model's file a name that ends in .safetensors")
         tensors = {name: leaf.detach().cpu().contiguous() for name, leaf in self.model.items()}
-        write_bytes(Path(path), save(tensors))
+        write_bytes(path, save(tensors, {CHECKSUM: checksum(tensors)}))
 
     def tables(self) -> Tables:
         """All observations as flat tensors; `history_from_tables` reverses it."""

@@ -28,6 +28,7 @@ from fairvar.common.tree import (
     weighted_sum,
 )
 from fairvar.engine.state import Outcome, State
+from fairvar.errors import BadInput
 from fairvar.methods.base import Memory, Method, Replies
 
 Limit = Callable[[Tensor], Tensor]  # weights → weights within a limit
@@ -133,7 +134,10 @@ class Aggregator:
         is no Gram matrix for the runs of a grid."""
 
         def weigh(method: Method, memory: Memory, loss: Tensor) -> tuple[Tensor, Memory]:
-            return method.weigh(memory, self._replies(loss)._replace(gram=gram))
+            found: object = method.weigh(memory, self._replies(loss)._replace(gram=gram))
+            if not (isinstance(found, tuple) and len(found) == 2):
+                raise BadInput(f"weigh of {method.label} must return two things: weights, memory")
+            return found
 
         found: tuple[Tensor, Memory] = self.each(weigh, memory, loss)
         return found

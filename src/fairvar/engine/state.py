@@ -13,7 +13,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fairvar.common import display
-from fairvar.common.files import pack_files, write_bytes
+from fairvar.common.files import given_path, pack_files, write_bytes
 from fairvar.common.tree import Tree, add, expand, scale, size, subtract, zeros_like
 from fairvar.engine.optimiser import PLAIN, ServerOptimiser
 from fairvar.errors import BadInput
@@ -50,7 +50,7 @@ class State:
     def save(self, path: str | Path) -> None:
         """Write one file, from which `fairvar.load` makes this state again."""
         content = save(self.flat(), {"made_by": self.made_by})
-        write_bytes(Path(path), pack_files({"state.safetensors": content}))
+        write_bytes(given_path(path, to_write=True), pack_files({"state.safetensors": content}))
 
     def flat(self) -> Tree:
         """All tensors on the CPU by one name each; `from_flat` reverses it."""

@@ -189,7 +189,10 @@ def _pass_problems(
             shape = _shapes(first)
             alone = apply(evaluating, first)
     except Exception as error:
-        yield Problem(f"fails on inputs of shape {shape}: {cause(error)}")
+        whole = not any(part.is_floating_point() for part in input_parts(inputs).values())
+        embeds = any(isinstance(layer, nn.Embedding) for layer in module.modules())
+        way = "; give x as floats: integers are for embeddings" if whole and not embeds else ""
+        yield Problem(f"fails on inputs of shape {shape}: {cause(error)}{way}")
         return
     for given, samples, labels in (
         (outputs, b, targets), (evaluated, b, targets), (alone, 1, None)

@@ -29,6 +29,8 @@ from fairvar.errors import BadInput, IntegrityError, one_line
 
 MOST_INDEX_BYTES = 2 << 20  # of the pickle or the header that lists the tensors
 MOST_ENTRIES = 100_000  # of a zip
+CHECKSUM = "sha256"  # in the metadata of a model's file
+WEIGHT_FILES = (".safetensors", ".pth", ".pt")
 ADVICE = re.compile(r"Weights only load failed|Please file|\(\d\) |Check the documentation")
 ZIP_START = b"PK\3\4"
 ZIP_ENTRY = b"PK\1\2"
@@ -87,11 +89,22 @@ def read_tensors(path: str | Path, sha256: str | None = None) -> Tree:
         found = hashlib.sha256(data).hexdigest()
         if found != sha256.lower():
             raise IntegrityError(f"{path.name} has SHA-256 {found}, not {sha256}: fetch it again")
-    if path.suffix == ".safetensors":
+    if path.suffix == WEIGHT_FILES[0]:
         return _read_safetensors(path.name, data)
-    if path.suffix in (".pth", ".pt"):
+    if path.suffix in WEIGHT_FILES:
         return _read_torch(path.name, data)
-    raise BadInput(f"{path.name}: weight files end in .safetensors, .pth or .pt")
+    raise BadInput(f"{path.name}: weight files end in {', '.join(WEIGHT_FILES)}")
+
+
+def checksum(tensors: Tree) -> str:
+    """The SHA-256 of names, types, shapes and values, which `History.save_model` writes beside the
+    tensors and every reader of the file compares."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        leaf = tensors[name].contiguous()
+        found.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}\n".encode())
+        found.update(leaf.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def _names(what: str, names: set[str]) -> str:
@@ -121,7 +134,11 @@ def _read_safetensors(file: str, data: bytes) -> Tree:
         names = json.loads(data[8 : 8 + length], object_pairs_hook=lambda pairs: pairs)
         if isinstance(names, list) and len({name for name, _ in names}) < len(names):
             raise IntegrityError(f"{file} names a tensor twice")
-        return parse_safetensors(data)
+        tensors = parse_safetensors(data)
+        written = dict(dict(names).get("__metadata__", [])).get(CHECKSUM)
+        if written not in (None, checksum(tensors)):
+            raise IntegrityError(f"{file} is damaged: its tensors are not those that were written")
+        return tensors
     except (safetensors.SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise IntegrityError(f"{file} is no valid safetensors file: {_short(error)}") from None
 

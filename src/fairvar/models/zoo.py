@@ -270,7 +270,8 @@ def build(
         raise unknown("model", name, MODELS)
     shape = tuple(input_shape)
     if not shape or min(shape) < 1:
-        raise BadInput(f"model {name}: input shape {shape} must be positive, like (1, 28, 28)")
+        way = "" if shape else "; if a sample is one number, give x[:, None]"
+        raise BadInput(f"model {name}: input shape {shape} must be positive, like (1, 28, 28){way}")
     if classes < 1:
         raise BadInput(f"model {name}: classes = {classes} must be at least 1")
     with _drawing_from(rng.key(seed, "init", name) >> 1):

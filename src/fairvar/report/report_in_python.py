@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fairvar.errors import BadInput, shown
 from fairvar.report.files import write_files
 from fairvar.report.result_tables import shorten
 from fairvar.report.table import Table, render
@@ -57,6 +58,8 @@ def write_report(
     t, unit, m: the rule of selection (see `Criterion`), by accuracy − t·√(variance / m).
     plugin: a file with methods of your own.
     """
+    if not isinstance(runs, Sweep | str | Path):
+        raise BadInput(f"write_report takes a Sweep or the folder of one, not {shown(runs)}")
     load_plugin(None if plugin is None else Path(plugin))
     folder = runs.folder if isinstance(runs, Sweep) else Path(runs)
     only = runs.names if isinstance(runs, Sweep) else None

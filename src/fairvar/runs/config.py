@@ -198,7 +198,10 @@ def _as_toml(value: Any) -> Any:
         return {str(key): _as_toml(each) for key, each in value.items() if each is not None}
     if isinstance(value, Path):
         return str(value)
-    return [_as_toml(each) for each in value] if isinstance(value, list | tuple) else value
+    if hasattr(value, "tolist"):
+        return value.tolist()  # numbers and arrays of numpy
+    listed = isinstance(value, list | tuple | range)
+    return [_as_toml(each) for each in value] if listed else value
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -247,7 +250,7 @@ def merge_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
     Another name of a method or partition drops the options of the former one.
     """
     for text in overrides:
-        key, sign, right = text.partition("=")
+        key, sign, right = text.partition("=") if isinstance(text, str) else ("", "", "")
         if not sign or not key.strip():
             raise BadInput(f"override {shown(text)} must look like train.lr=0.1")
         if not text.isprintable() and text.encode(errors="replace").decode() != text:

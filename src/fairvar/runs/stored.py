@@ -18,6 +18,7 @@ from fairvar.common.files import (
     Record,
     Sha256,
     check,
+    given_path,
     read_bytes,
     unpack_files,
 )
@@ -27,7 +28,7 @@ from fairvar.engine.keys import Identity, fingerprint
 from fairvar.engine.state import State, no_state
 from fairvar.errors import BadInput, IntegrityError, shown
 from fairvar.methods import METHODS, Method
-from fairvar.models.weights import read_tensors
+from fairvar.models.weights import WEIGHT_FILES, read_tensors
 from fairvar.runs.config import Config, parse_toml
 from fairvar.runs.formats import (
     MANIFEST,
@@ -402,7 +403,7 @@ SEALED = b"{\n"  # how files of `History.save` and `State.save` begin
 
 
 def load(path: str | Path) -> History | State | Tree:
-    """Read what fairvar wrote; every file is checked against its SHA-256 first.
+    """Read what fairvar wrote; every file is checked against the SHA-256 in it or beside it.
 
     - the file of `history.save`: that History, bit by bit;
     - the file of `state.save`: that State;
@@ -410,7 +411,7 @@ def load(path: str | Path) -> History | State | Tree:
       rounds;
     - .safetensors, .pth or .pt: a model as a state dict for `module.load_state_dict`.
     """
-    path = Path(path)
+    path = given_path(path)
     if path.is_dir():
         return _load_run(path)
     try:
@@ -418,6 +419,9 @@ def load(path: str | Path) -> History | State | Tree:
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror or error}") from None
     if not content.startswith(SEALED):
+        if path.suffix not in WEIGHT_FILES:
+            raise BadInput(f"{path.name} is no file of History.save or State.save; weight "
+                           f"files end in {', '.join(WEIGHT_FILES)}")  # fmt: skip
         tensors = read_tensors(path)
         stored = tensors.keys() >= {"round", "mean_loss"}  # the state of a stored run
         return unpack_state(content) if stored else tensors

@@ -29,7 +29,6 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
-from torch.compiler._cache import CacheArtifactManager
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -203,7 +202,10 @@ def _kept_in_file() -> Iterator[None]:
         yield
         return
     _load(Path(name))
-    # Alone, because of what was saved in several calls torch loads that of the last one only.
+    # A private class of torch, so it is imported only here. Each graph is saved by itself, because
+    # of what was saved in several calls torch loads only the last.
+    from torch.compiler._cache import CacheArtifactManager
+
     with CacheArtifactManager.with_fresh_cache():
         yield
         made = torch.compiler.save_cache_artifacts()
