@@ -202,10 +202,13 @@ def _kept_in_file() -> Iterator[None]:
         yield
         return
     _load(Path(name))
-    # A private class of torch, so it is imported only here. Each graph is saved by itself, because
-    # of what was saved in several calls torch loads only the last.
-    from torch.compiler._cache import CacheArtifactManager
-
+    try:  # a private class of torch, which another version may not have
+        from torch.compiler._cache import CacheArtifactManager
+    except ImportError as error:
+        warnings.warn(f"{KEPT_IN} = {name} is not written: {cause(error)}", stacklevel=2)
+        yield
+        return
+    # Each graph by itself: of what was saved in several calls torch loads only the last.
     with CacheArtifactManager.with_fresh_cache():
         yield
         made = torch.compiler.save_cache_artifacts()
