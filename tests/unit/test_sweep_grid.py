@@ -391,7 +391,7 @@ def test_a_worker_that_compiles_is_shown_at_once(tmp_path):
     meter = sweep.Meter(plan().cells, tmp_path, lambda done, total, what: shown.append(what), 1)
     pulse = sweep.Pulse(meter.numbers, 0, meter.show)
     pulse.beat(1, 1, 2)
-    with compiled.told(pulse.compiling):
+    with compiled.announcing(pulse.compiling):
         compiled.announce("compiling")
     pulse.beat(1, 2, 2)
     meter.show(force=True)

@@ -337,7 +337,7 @@ BEYOND = {  # what a path cannot compute; vmapped computes all of it
                "a moving average of gradients", "buffers that change in training"),
     "blocked": ("several local steps", *(f"curvature and {name}" for name in NORMS),
                 "curvature of this model", "products of client updates",
-                "buffers that change in training", "weight_decay and norms of client updates",
+                "buffers that change in training", "norms of client updates and weight_decay",
                 "averages that are no plain means"),
     "linear": ("products of client updates", "averages that are no plain means",
                "a moving average of gradients", "a penalty on some parameters", "weight_decay"),
@@ -362,7 +362,7 @@ def _needs(run: Run) -> dict[str, bool]:
         "a penalty on some parameters": method.penalises_some,
         "buffers that change in training": run.task.moving_buffers,
         "weight_decay": decays,
-        "weight_decay and norms of client updates": decays and method.uses_norms,
+        "norms of client updates and weight_decay": decays and method.uses_norms,
     }
 
 
