@@ -186,6 +186,11 @@ def test_values_that_a_sweep_would_not_use_are_refused() -> None:
     for lists in ({"lr": [0.1, 0.1]}, {"seeds": [1, 1]}, {"methods": ["afl", "afl"]}):
         with pytest.raises(BadInput, match="has a value twice"):
             Plan.from_dict({"sweep": lists})
+    for methods in ([FairLoss(0.1), FairLoss(0.1, exact=True)], FairLoss(0.1)):
+        with pytest.raises(BadInput, match=r"\['fairloss'\]; options go to sweep.method.NAME"):
+            Plan.load({"sweep": {"methods": methods}})
+    with pytest.raises(BadInput, match=r"such as \['fairloss\*'\]"):
+        Plan.load({"sweep": {"methods": [FairLoss(0.1, exact=True)]}})
 
 
 EXTENDED = ("term", "propfair", "superquantile", "gifair", "semivred", "fedmgda", "fedfv", "adafed",
