@@ -234,6 +234,17 @@ def test_a_sweep_file_is_no_run(tmp_path: Path) -> None:
             Config.load(path)
 
 
+def test_a_single_configuration_is_no_sweep(tmp_path: Path) -> None:
+    """Unasked it would be 40 runs."""
+    path = tmp_path / "c.toml"
+    path.write_text("[train]\nrounds = 3\n")
+    for source in (path, {"train": {"rounds": 3}}, PAPER.parent / "quick.toml"):
+        with pytest.raises(BadInput, match=r"no section \[sweep\]: add one"):
+            Plan.load(source)
+    assert len(Plan.load(path, ["sweep.seeds=1"]).cells) == len(PAPER_METHODS)
+    assert len(Plan.load({"sweep": {}}).cells) == 5 * len(PAPER_METHODS)
+
+
 def test_overrides() -> None:
     values = {"method": {"name": "qffl", "q": 2}, "train": {"lr": 0.1}}
     merge_overrides(values, ["method.name=afl", "train.lr = 1e-3", "name=a=b", "data.clients=7"])

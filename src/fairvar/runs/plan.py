@@ -190,6 +190,11 @@ class Plan:
             for key, value in flat(scales[scale]):
                 assign(values, key, value)
         values = merge_overrides(values, overrides)
+        if "sweep" not in values:
+            raise BadInput(
+                "there is no section [sweep]: add one, such as sweep.methods = "
+                "['fedavg', 'fairgrad'], or use `fairvar run` for a single run"
+            )
         own.load_plugins(values, folder_of(source))
         if values.get("method") == {}:
             del values["method"]
