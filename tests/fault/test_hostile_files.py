@@ -252,6 +252,15 @@ def test_special_plugins_are_refused(kind: str, tmp_path: Path) -> None:
         load_plugin(tmp_path / "own.py")
 
 
+def test_missing_plugins_are_told_from_other_files(tmp_path: Path) -> None:
+    for name in ("own.py", "own.txt", "o" * 300 + ".py"):
+        with pytest.raises(BadInput, match=f"{name} does not exist; give a Python file"):
+            load_plugin(tmp_path / name)
+    (tmp_path / "own.txt").touch()
+    with pytest.raises(BadInput, match=r"own\.txt is not a Python file"):
+        load_plugin(tmp_path / "own.txt")
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

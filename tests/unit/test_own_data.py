@@ -204,6 +204,17 @@ def test_a_csv_file_is_its_frame(tmp_path: Path):
     assert torch.equal(found.train.y, made().train.y)
 
 
+@pytest.mark.parametrize("names", [
+    ("001", "002", "010"), ("1", "2", "10"), ("01", "1"), ("1.50", "2"), ("0.5", "10.5"),
+])  # fmt: skip
+def test_clients_of_a_csv_file_keep_their_names_as_written(tmp_path: Path, names):
+    """Those that are numbers as Python writes them are in their order."""
+    rows = [f"{name},{k},{k % 2}\n" for k in range(4) for name in reversed(names)]
+    (tmp_path / "wards.csv").write_text("ward,age,ill\n" + "".join(rows))
+    found = fv.Federation.from_csv(tmp_path / "wards.csv", client="ward", target="ill")
+    assert found.client_names == names
+
+
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\x00\x80,\n"])
 def test_a_file_that_is_no_csv_ends_in_one_line(tmp_path: Path, content):
     if content is not None:

@@ -186,6 +186,11 @@ def test_values_that_a_sweep_would_not_use_are_refused() -> None:
     for lists in ({"lr": [0.1, 0.1]}, {"seeds": [1, 1]}, {"methods": ["afl", "afl"]}):
         with pytest.raises(BadInput, match="has a value twice"):
             Plan.from_dict({"sweep": lists})
+    for methods in ([FairLoss(0.1), FairLoss(0.1, exact=True)], FairLoss(0.1)):
+        with pytest.raises(BadInput, match=r"\['fairloss'\]; options go to sweep.method.NAME"):
+            Plan.load({"sweep": {"methods": methods}})
+    with pytest.raises(BadInput, match=r"such as \['fairloss\*'\]"):
+        Plan.load({"sweep": {"methods": [FairLoss(0.1, exact=True)]}})
 
 
 EXTENDED = ("term", "propfair", "superquantile", "gifair", "semivred", "fedmgda", "fedfv", "adafed",
@@ -227,6 +232,17 @@ def test_a_sweep_file_is_no_run(tmp_path: Path) -> None:
         path.write_text(f"[{section}]\n")
         with pytest.raises(BadInput, match="use `fairvar sweep`"):
             Config.load(path)
+
+
+def test_a_single_configuration_is_no_sweep(tmp_path: Path) -> None:
+    """Unasked it would be 40 runs."""
+    path = tmp_path / "c.toml"
+    path.write_text("[train]\nrounds = 3\n")
+    for source in (path, {"train": {"rounds": 3}}, PAPER.parent / "quick.toml"):
+        with pytest.raises(BadInput, match=r"no section \[sweep\]: add one"):
+            Plan.load(source)
+    assert len(Plan.load(path, ["sweep.seeds=1"]).cells) == len(PAPER_METHODS)
+    assert len(Plan.load({"sweep": {}}).cells) == 5 * len(PAPER_METHODS)
 
 
 def test_overrides() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fairvar as fv
 from checks import images, small_cnn
+from fairvar.deploy.client import is_additive
 from fairvar.engine.settings import EvaluateSettings
 from fairvar.methods import Replies
 
@@ -352,6 +353,12 @@ def test_a_method_that_returns_weights_alone_is_refused(engine: str) -> None:
     data = fv.Federation.from_arrays([pair] * 2)  # two weights could be taken for the two things
     with pytest.raises(fv.BadInput, match="must return two things: weights, memory"):
         fv.train("multinomial", data, WithoutMemory(), rounds=1, engine=engine)
+
+
+def test_a_method_that_returns_weights_alone_is_refused_for_secure_sums() -> None:
+    config.update("jaxtyping_disable", True)
+    with pytest.raises(fv.BadInput, match="must return two things: weights, memory"):
+        is_additive(WithoutMemory())
 
 
 def test_progress(capsys: pytest.CaptureFixture[str]) -> None:

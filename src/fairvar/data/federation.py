@@ -307,8 +307,9 @@ class Federation:
 
     @classmethod
     def from_csv(cls, path: str | Path, *, client: str, target: str, **options: Any) -> Federation:
-        """A CSV file with a line of column names, read by pandas; options as in `from_frame`."""
-        frame = own_data.read_csv(path)
+        """A CSV file with a line of column names, read by pandas; options as in `from_frame`. The
+        clients' names are as written in the file, such as 001."""
+        frame = own_data.read_csv(path, client)
         options = {"name": Path(path).stem, **options}
         return cls.from_frame(frame, client=client, target=target, **options)
 

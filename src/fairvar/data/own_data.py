@@ -107,13 +107,15 @@ def _id_of(client: Any, total: int, names: Sequence[str]) -> int:
 
 
 # -- tables ----------------------------------------------------------------------------------------
-def read_csv(path: str | Path) -> Any:
+def read_csv(path: str | Path, client: str) -> Any:
+    """The column `client` stays as written in the file ("001"), unless numbers would be written the
+    same: these are read as numbers, so that 2 comes before 10."""
     if not isinstance(path, str | Path):
         raise BadInput(f"path = {shown(path)}: give the path of a CSV file")
     pandas, path = _pandas(), Path(path).expanduser()
     way = "use Federation.from_frame(pandas.read_csv(path, {}), …)"
     try:
-        table = pandas.read_csv(path)
+        table = pandas.read_csv(path, dtype={str(client): str})
     except UnicodeDecodeError:
         other = way.format('encoding="latin-1"')
         raise BadInput(f"{path.name} is not in UTF-8: {other} with its encoding") from None
@@ -122,6 +124,11 @@ def read_csv(path: str | Path) -> Any:
     if len(table.columns) == 1 and re.search(r"[;\t|]", str(table.columns[0])):
         other = way.format('sep=";"')
         raise BadInput(f"no commas between the columns of {path.name}: {other} with its separator")
+    if str(client) in table:
+        written = table[str(client)]
+        numbers = pandas.to_numeric(written, errors="coerce")
+        if (numbers.astype(str) == written.str.strip()).all():
+            table[str(client)] = numbers
     return table
 
 

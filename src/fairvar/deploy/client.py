@@ -32,6 +32,7 @@ from fairvar.engine.evaluate import evaluate_shared
 from fairvar.engine.kernels import reference as own
 from fairvar.engine.losses import LossFunction, choose_metric
 from fairvar.engine.run import Run
+from fairvar.engine.server import weighed
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.task import split_model
 from fairvar.engine.train import prepare
@@ -329,7 +330,7 @@ def is_additive(method: Method) -> bool:
         [[0.3, 1.1, 2.7], [0.2, 0.5, 0.3], [0.4, 0.01, 1.9]], dtype=torch.float64
     )
     together = Replies(loss, share, torch.arange(3), 3)
-    weights, _ = method.weigh({}, together)
+    weights, _ = weighed(method, {}, together)
     parts = [_alone(method, loss[i : i + 1], norms[i], 0.1) for i in range(3)]
     own, steps = (torch.stack([torch.as_tensor(p[k]) for p in parts]).double() for k in (0, 1))
     norm = torch.as_tensor(method.normaliser(together, norms, 0.1)).double()
@@ -339,6 +340,6 @@ def is_additive(method: Method) -> bool:
 def _alone(method: Method, loss: Tensor, norm: Tensor, lr: float) -> tuple[float, Tensor]:
     """A client's weight and its part of the normaliser for a plain weight of one."""
     one = Replies(loss, torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64), 1)
-    weight, _ = method.weigh({}, one)
+    weight, _ = weighed(method, {}, one)
     step = torch.as_tensor(method.normaliser(one, norm.double().reshape(1), lr)).double()
     return float(weight), step

@@ -37,6 +37,14 @@ Combine = Callable[[Tensor, Tree], Tree]  # (weights, a tree with the clients fi
 Total = Callable[[Tensor, Tensor | float], Tree]
 
 
+def weighed(method: Method, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
+    """What a method's `weigh` returns, if it is both weights and memory."""
+    found: object = method.weigh(memory, replies)
+    if not (isinstance(found, tuple) and len(found) == 2):
+        raise BadInput(f"weigh of {method.label} must return two things: weights, memory")
+    return found
+
+
 @dataclass(frozen=True)
 class Aggregator:
     """The functions of a method for the participants of one round.
@@ -134,10 +142,7 @@ class Aggregator:
         is no Gram matrix for the runs of a grid."""
 
         def weigh(method: Method, memory: Memory, loss: Tensor) -> tuple[Tensor, Memory]:
-            found: object = method.weigh(memory, self._replies(loss)._replace(gram=gram))
-            if not (isinstance(found, tuple) and len(found) == 2):
-                raise BadInput(f"weigh of {method.label} must return two things: weights, memory")
-            return found
+            return weighed(method, memory, self._replies(loss)._replace(gram=gram))
 
         found: tuple[Tensor, Memory] = self.each(weigh, memory, loss)
         return found

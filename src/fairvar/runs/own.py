@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
 import traceback
@@ -130,8 +131,10 @@ def load_plugin(path: Path | None) -> None:
     name = PLUGIN + path.stem
     loader = OwnLoader(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    if spec is None or path.suffix != ".py" or not path.is_file():
-        raise BadInput(f"plugin {path} is not a Python file")
+    if spec is None or path.suffix != ".py" or not os.path.isfile(path):
+        there = os.path.exists(path)
+        why = "is not a Python file" if there else "does not exist; give a Python file"
+        raise BadInput(f"plugin {path} {why}")
     module = importlib.util.module_from_spec(spec)
     with importing(path.parent), _explained(f"plugin {path}"):
         forget_changed(path.parent)

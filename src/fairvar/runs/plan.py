@@ -149,6 +149,17 @@ def method_names(given: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for word in given for name in sets.get(word, (word,)))
 
 
+def _refuse_methods_with_options(given: Any) -> None:
+    """A method object, `fv.FairGrad(0.1)`, is its section here, with its name."""
+    for each in given if isinstance(given, list) else [given]:
+        if isinstance(each, dict) and isinstance(each.get("name"), str):
+            name = each["name"] + ("*" if each.get("exact") is True else "")
+            raise BadInput(
+                f"sweep.methods takes a list of names, such as [{shown(name)}]; options go to "
+                "sweep.method.NAME, each as one value or a list, such as strength = [0.1, 1.0]"
+            )
+
+
 @dataclass(frozen=True)
 class Plan:
     """All runs of a sweep, in the order in which they are computed."""
@@ -179,6 +190,11 @@ class Plan:
             for key, value in flat(scales[scale]):
                 assign(values, key, value)
         values = merge_overrides(values, overrides)
+        if "sweep" not in values:
+            raise BadInput(
+                "there is no section [sweep]: add one, such as sweep.methods = "
+                "['fedavg', 'fairgrad'], or use `fairvar run` for a single run"
+            )
         own.load_plugins(values, folder_of(source))
         if values.get("method") == {}:
             del values["method"]
@@ -204,6 +220,7 @@ class Plan:
                 if not isinstance(options, dict):
                     where = f"sweep.method.{shown(name)} = {shown(options)}"
                     raise BadInput(f"{where} must be a section")
+        _refuse_methods_with_options(section.get("methods"))
         try:
             settings = msgspec.convert(section, SweepSettings)
         except msgspec.ValidationError as error:

@@ -403,7 +403,7 @@ SEALED = b"{\n"  # how files of `History.save` and `State.save` begin
 
 
 def load(path: str | Path) -> History | State | Tree:
-    """Read what fairvar wrote; every file is checked against the SHA-256 in it or beside it.
+    """Read what fairvar wrote; every file is checked against the SHA-256 in it or in the manifest.
 
     - the file of `history.save`: that History, bit by bit;
     - the file of `state.save`: that State;
