@@ -62,7 +62,7 @@ SURVIVORS = (4, 2, 1)  # after each rung
 PILOT_RATES, PILOT_ROUNDS = (0.003, 0.01, 0.03, 0.1, 0.3), 50
 WEIGHTS = "mobilenet_v2/mobilenet_v2_imagenet.pth"
 WEIGHTS_SHA256 = "844c418e13c79ba1627dfade00a9ce51303e99dc7b963adff6596aeb357ad14b"
-SCRATCH = "_scratch"  # in the name of a study
+APART = SCRATCH, RATES = "_scratch", "_rates"  # in the names of studies that are judged apart
 MODELS = {"boxes": "global", "tables": "local"}
 GRADIENT = "sweep.method.fairgrad{}.strength={}"
 IMAGES = ("sweep.method.afl.losses=batch", "sweep.method.qffl.losses=batch",
@@ -118,6 +118,8 @@ MNIST = Study("configs/paper/mnist.toml", "boxes", 40, (200, 680, 2000), 2000, 5
               (0.1, 0.3, 0.6, 1.0),
               (0.03, 0.06, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.3, 1.6, 2.0),
               (100, 101), (0.01, 0.1, 1.0), ())  # fmt: skip
+MNIST_TABLES = replace(MNIST, protocol="tables", every=10, rungs=(50, 170, 500), rounds=500,
+                       overrides=("train.batch_size=10",))  # fmt: skip
 # The copies are half of the data already; batch norm needs batches that are not too small.
 HEAVY = (*IMAGES, "data.fraction=1.0", "train.drop_last=true")
 CIFAR100 = Study("configs/paper/cifar100.toml", "boxes", 6, (30, 60, 120), 300, 3,
@@ -125,8 +127,11 @@ CIFAR100 = Study("configs/paper/cifar100.toml", "boxes", 6, (30, 60, 120), 300, 
 TINY = replace(CIFAR100, config="configs/paper/tiny_imagenet.toml")
 STUDIES = {
     "mnist-boxes": MNIST,
-    "mnist-tables": replace(MNIST, protocol="tables", every=10, rungs=(50, 170, 500), rounds=500,
-                            overrides=("train.batch_size=10",)),
+    "mnist-tables": MNIST_TABLES,
+    f"mnist{RATES}-boxes": replace(MNIST, rates=(0.03, 0.1, 0.2, 0.3), fedavg=(
+        0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.12, 0.15, 0.17, 0.2, 0.25, 0.3)),
+    f"mnist{RATES}-tables": replace(MNIST_TABLES, rates=(0.003, 0.01, 0.03, 0.1), fedavg=(
+        0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04, 0.055, 0.075, 0.1)),
     "cifar10-boxes": CIFAR10,
     "cifar10-tables": replace(CIFAR10, protocol="tables", every=2, rungs=(10, 30, 100), rounds=100),
     "cifar100-boxes": CIFAR100,
@@ -348,10 +353,11 @@ def verdicts(folders: Sequence[Path]) -> str:
 
 
 def counted(folders: Sequence[Path]) -> list[Path]:
-    """The archives of finished studies; that of the model from scratch only alone, because it has
-    the pairs of the one with ImageNet weights, which the sentences are about."""
+    """The archives of finished studies; those that are judged apart only without others, because
+    they have the pairs of the studies that the sentences are about."""
     done = [folder for folder in folders if finished(folder.parent)]
-    return [f for f in done if len(done) == 1 or SCRATCH not in f.parent.name]
+    main = [folder for folder in done if not any(part in folder.parent.name for part in APART)]
+    return main or done
 
 
 def finished(study: Path) -> bool:
@@ -373,7 +379,8 @@ def _add_tuning(found: dict[str, dict[Where, Evidence]], study: Path) -> None:
     methods of which every one diverged, so that they have no final runs."""
     if not (study / "choices.json").is_file():
         return
-    data, _, protocol = study.name.replace(SCRATCH, "").rpartition("-")
+    data, _, protocol = study.name.rpartition("-")
+    data = data.removesuffix(SCRATCH).removesuffix(RATES)
     table = json.loads((study / "choices.json").read_text("utf-8"))
     last = max(row["rung"] for row in table)
     for alpha in {row["alpha"] for row in table}:

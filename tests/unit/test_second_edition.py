@@ -90,9 +90,13 @@ def test_the_final_runs_use_what_was_chosen(tmp_path: Path) -> None:
     _add_tuning(found, tmp_path / "mnist-boxes")
     assert found["boxes"]["mnist", 0.1].diverged == {"AFL"}
     assert found["boxes"]["mnist", 0.1].tried == dict.fromkeys(first, 12)
-    (tmp_path / "mnist-boxes").rename(tmp_path / "cifar100_scratch-boxes")
-    _add_tuning(found, tmp_path / "cifar100_scratch-boxes")
-    assert found["boxes"]["cifar100", 0.1].tried == dict.fromkeys(first, 12)
+    for before, name, data in (
+        ("mnist-boxes", "cifar100_scratch-boxes", "cifar100"),
+        ("cifar100_scratch-boxes", "mnist_rates-tables", "mnist"),
+    ):
+        (tmp_path / before).rename(tmp_path / name)
+        _add_tuning(found, tmp_path / name)
+        assert found[name.rpartition("-")[2]][data, 0.1].tried == dict.fromkeys(first, 12)
 
 
 def test_a_study_counts_when_all_its_final_runs_are_there(
@@ -109,7 +113,7 @@ def test_a_study_counts_when_all_its_final_runs_are_there(
     assert not finished(tmp_path / "cifar10-boxes")  # not begun
     assert finished(tmp_path)  # no study
     monkeypatch.setattr(second_edition, "finished", lambda study: study.name != "mnist-tables")
-    names = ("mnist-tables", "cifar100-boxes", "cifar100_scratch-boxes")
+    names = ("mnist-tables", "cifar100-boxes", "cifar100_scratch-boxes", "mnist_rates-tables")
     finals = [tmp_path / name / "final" for name in names]
     assert [counted(finals), counted(finals[2:])] == [finals[1:2], finals[2:]]
     monkeypatch.undo()
