@@ -3,7 +3,8 @@
     python benchmarks/gpu_slice.py parts FOLDER .parts          # at home: the data in parts
     python benchmarks/gpu_slice.py take .parts STORE            # there, once per part that arrives
     python benchmarks/gpu_slice.py run SLICE.toml STORE OUT     # there: compute, bring back
-                                                                # (--only NAME: one sweep of it)
+                                          # (--only NAME: one sweep of it; --budget 5min)
+    python benchmarks/gpu_slice.py bring FOLDER results/second  # at home: unpack what came back
 
 A slice is a TOML file with a list of sweeps. Each is `fairvar sweep` with a budget: cells that were
 finished in earlier calls, or come along in `earlier` archives, are not computed again; checkpoints
@@ -96,6 +97,25 @@ def take(arrived: Path, store: Path) -> None:
         print(f"{target} is complete")
 
 
+def bring(arrived: Path, results: Path) -> None:
+    """Unpack the parts of an archive of OUT, `out.tar.*`, and add its slice.json to slices.json."""
+    parts = sorted(arrived.glob("out.tar.*"))
+    if not parts:
+        sys.exit(f"{arrived} has no files out.tar.*")
+    with tempfile.TemporaryDirectory() as folder:
+        whole = Path(folder) / "out.tar"
+        whole.write_bytes(b"".join(part.read_bytes() for part in parts))
+        with tarfile.open(whole) as content:
+            content.extractall(results, filter="data")
+    told = json.loads((results / "slice.json").read_text())
+    kept = results / "slices.json"
+    known = json.loads(kept.read_text()) if kept.exists() else []
+    known += [{"commit": told["commit"], "mps": told["mps"], **one} for one in told["sweeps"]]
+    kept.write_text(json.dumps(known, indent=2, ensure_ascii=False) + "\n")
+    (results / "slice.json").unlink()
+    print(*(f"{one['name']}: exit code {one['exit']}" for one in told["sweeps"]), sep="\n")
+
+
 def seconds(text: str) -> float:
     for unit, factor in sorted(UNITS.items(), key=lambda pair: -len(pair[0])):
         if text.endswith(unit):
@@ -103,10 +123,11 @@ def seconds(text: str) -> float:
     sys.exit(f"{text!r} must look like 9min or 540s")
 
 
-def run(slice_file: Path, store: Path, out: Path, only: str | None) -> None:
+def run(slice_file: Path, store: Path, out: Path, only: str | None, budget: str | None) -> None:
     """Compute the sweeps of a slice, one after the other, within its budget."""
     plan = tomllib.loads(slice_file.read_text())
-    end = time.monotonic() + seconds(plan["budget"]) - seconds(plan.get("condensing", "90s"))
+    whole, kept_back = seconds(budget or plan["budget"]), seconds(plan.get("condensing", "90s"))
+    end = time.monotonic() + whole - kept_back
     told: dict[str, Any] = {"slice": slice_file.name, "commit": _commit(), "sweeps": []}
     told["mps"] = bool(plan.get("mps")) and _start_mps()
     for study in [s for s in plan.get("study", []) if only in (None, s["name"])]:
@@ -162,7 +183,8 @@ def _fairvar(arguments: list[str], store: Path) -> int:
 def _python(arguments: list[str], store: Path) -> int:
     """A process of its own, which finds the data in the store."""
     carried = [] if find_spec("msgspec") else [str(ROOT / ".carry")]
-    path = os.pathsep.join([str(ROOT / "src"), *carried])
+    before = os.environ.get("PYTHONPATH", "")
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), *carried, before]))
     data = os.environ.get("FAIRVAR_DATA", str(store / "data"))
     environment = {**os.environ, "PYTHONPATH": path, "FAIRVAR_DATA": data, "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, *arguments]
@@ -228,18 +250,24 @@ def main() -> None:
     two = commands.add_parser("take", help="store parts that arrived")
     two.add_argument("arrived", type=Path)
     two.add_argument("store", type=Path)
+    four = commands.add_parser("bring", help="unpack what came back into a folder of results")
+    four.add_argument("arrived", type=Path)
+    four.add_argument("results", type=Path)
     three = commands.add_parser("run", help="compute a slice")
     three.add_argument("slice", type=Path)
     three.add_argument("store", type=Path)
     three.add_argument("out", type=Path)
     three.add_argument("--only", help="name of one sweep of the slice")
+    three.add_argument("--budget", help="of this call, instead of the slice file's: 5min, 300s")
     a = parser.parse_args()
     if a.command == "parts":
         parts(a.folder, a.out, a.megabytes)
     elif a.command == "take":
         take(a.arrived, a.store)
+    elif a.command == "bring":
+        bring(a.arrived, a.results)
     else:
-        run(a.slice, a.store, a.out, a.only)
+        run(a.slice, a.store, a.out, a.only, a.budget)
 
 
 if __name__ == "__main__":
