@@ -171,8 +171,9 @@ def _study(study: dict[str, Any], store: Path, out: Path, left: float) -> dict[s
                "--earlier", study.get("earlier", str(out)), *study.get("options", [])]  # fmt: skip
     code = _python([*command, "--budget", f"{left:.0f}"], store)
     spent = round(time.monotonic() - started, 1)
-    return {"name": study["name"], "command": " ".join(["python", *command]), "exit": code,
-            "seconds": spent, **_counts(runs / study["name"], "*/*")}  # fmt: skip
+    told = " ".join(["python", *command]).replace(str(runs), "STORE").replace(str(out), "OUT")
+    return {"name": study["name"], "command": told, "exit": code, "seconds": spent,
+            **_counts(runs / study["name"], "*/*")}  # fmt: skip
 
 
 def _fairvar(arguments: list[str], store: Path) -> int:
