@@ -16,7 +16,7 @@ from fairvar.runs.results import gather, stored_runs
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.trials import Summary
 from fairvar.runs.verify import check_files
-from second_edition import choices_text, chosen, finished, key, score
+from second_edition import RATES, choices_text, chosen, finished, key, score
 
 ROOT = Path(__file__).parents[2]
 RESULTS = sorted(path.parent for path in (ROOT / "results").rglob("runs.tar.xz"))
@@ -69,12 +69,15 @@ def merged(first: str, second: str) -> str:
 
 @pytest.mark.slow
 def test_the_verdicts_come_out_again_and_stand_in_the_page() -> None:
-    made = {ROOT / "results": verdicts(*FIRST)}
-    if finals := [study / "final" for study in STUDIES if finished(study)]:
-        made[SECOND] = verdicts(*finals)
-    assert made == {folder: (folder / "sentences.md").read_text("utf-8") for folder in made}
-    tables = [squeezed(text)[: 1 + 10 + 1 + 32 + 1 + 32] for text in made.values()]
-    expected = list(map(merged, tables[0], tables[-1]))
+    finals = [study / "final" for study in STUDIES if finished(study)]
+    made = {
+        ROOT / "results" / "sentences.md": verdicts(*FIRST),
+        SECOND / "sentences.md": verdicts(*finals),
+        SECOND / "sentences_rates.md": verdicts(*(f for f in finals if RATES in f.parent.name)),
+    }
+    assert made == {file: file.read_text("utf-8") for file in made}
+    first, second, rates = (squeezed(text)[: 1 + 10 + 1 + 32 + 1 + 32] for text in made.values())
+    expected = [*map(merged, first, second), *rates[1:4]]  # the supplement: sentences on MNIST
     page = set(squeezed((ROOT / "docs" / "reproduction.md").read_text("utf-8")))
     assert [row for row in expected[1:] if row not in page] == []
 
