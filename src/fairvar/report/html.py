@@ -47,7 +47,6 @@ class Section:
 
     title: str
     name: str
-    intro: str = ""
     table: Table | None = None
     figures: Sequence[PageFigure] = ()
     details: Mapping[str, str] = field(default_factory=dict)
