@@ -15,7 +15,6 @@ from fairvar.report.compare import WHICH, data_title, paired, uncorrected
 from fairvar.report.paired import Paired
 from fairvar.report.table import (
     DIVERGED,
-    UNDEFINED,
     Cell,
     Column,
     Estimate,
@@ -26,7 +25,7 @@ from fairvar.report.table import (
     render,
 )
 from fairvar.runs.trials import Group, Result
-from fairvar.scores import ACCURACY, Metric
+from fairvar.scores import ACCURACY, UNDEFINED, Metric
 
 
 def _key(primary: str, model: str) -> str:
@@ -204,9 +203,7 @@ def _marks(results: Sequence[Result], primary: str) -> dict[str, str]:
     for result in alive if len(alive) > 1 else ():
         ahead = {"accuracy", "variance", "corrected"}
         for other in alive:
-            if (
-                ahead and other is not result
-            ):  # a comparison takes long where nothing is left to win
+            if ahead and other is not result:  # a comparison takes long
                 ahead &= _ahead(paired(result, other, primary, False))
         found |= dict.fromkeys(ahead, result.label)
     return found

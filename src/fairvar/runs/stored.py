@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,6 +45,7 @@ from fairvar.runs.formats import (
 )
 from fairvar.runs.identity import recorded_identity, version_of
 from fairvar.runs.own import OwnMethod, find_method, recorded_method
+from fairvar.scores import ACCURACY, MISSING, UNDEFINED, recorded_metric
 
 Text = Annotated[str, Meta(max_length=1000, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 Digits = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z]{1,64}\Z")]  # becomes part of a path
@@ -396,6 +398,24 @@ def final_scores(history: History) -> dict[str, dict[str, float]]:
                 name: float(scores[name]) for name in ScoresRecord.__struct_fields__
             }
     return found
+
+
+def score_rows(manifest: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The same numbers of a stored run as text: heads, and a row for each split and model."""
+    metric = recorded_metric(manifest) or ACCURACY
+    columns = {"mean": (metric.title + metric.unit, 2), "variance_over_clients": ("variance", 3),
+               "noise_floor": ("noise floor", 3), "corrected_variance": ("corrected", 3),
+               "worst_10_percent": ("worst 10 %", 2)}  # fmt: skip
+
+    def text(name: str, value: float) -> str:
+        if name in ("noise_floor", "corrected_variance") and not metric.has_noise_floor:
+            return MISSING
+        form = f"z.{columns[name][1]}f" if metric.factor == 100 else ".4g"
+        return f"{metric.factor * value:{form}}" if math.isfinite(value) else UNDEFINED
+
+    rows = [[name, *(text(key, scores[key]) for key in columns)]
+            for name, scores in sorted(manifest["result"].items())]  # fmt: skip
+    return [head for head, _ in columns.values()], rows
 
 
 # -- `fairvar.load` --------------------------------------------------------------------------------

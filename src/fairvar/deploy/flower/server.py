@@ -71,13 +71,10 @@ from fairvar.runs.identity import (
     version_of,
 )
 from fairvar.runs.runner import federation_of, record_federation, run_files
-from fairvar.runs.stored import Deployed, StoredRun
+from fairvar.runs.stored import Deployed, StoredRun, score_rows
 
 FAILED = "failed.txt"
 SECONDS_FOR_ANOTHER = 60.0  # to wait for the lock of another server of this run
-COLUMNS = {"mean": ("accuracy %", 2), "variance_over_clients": ("variance", 3),
-           "noise_floor": ("noise floor", 3), "corrected_variance": ("corrected", 3),
-           "worst_10_percent": ("worst 10 %", 2)}  # fmt: skip
 WIDTH = 160  # of the summary, whose output is usually no terminal
 MAX_SITES = 30  # with more, the summary does not list every site
 
@@ -215,14 +212,11 @@ def print_summary(folder: Path) -> None:
     history, refused = run.history(), run.manifest["birth"]["refused"]
     terms = msgspec.json.decode(read_sealed(folder, run.manifest, DEPLOYED_FILE))
     names = {int(client): name for client, name in terms.get("sites", {}).items()}
-    heads = [title for title, _ in COLUMNS.values()]
-    rows = [[name, *(f"{100 * scores[key]:.{digits}f}" for key, (_, digits) in COLUMNS.items())]
-            for name, scores in sorted(run.manifest["result"].items())]  # fmt: skip
-    rounds = history.state.round
+    (heads, rows), rounds = score_rows(run.manifest), history.state.round
     print(f"\n{run.manifest['method']} after {rounds} round{'s' * (rounds != 1)}")
     if rows:
         _print_columns([["clients' fairness", *heads], *rows])
-        print("(variance over clients in fraction² × 100)")
+        print(f"(variance over clients in {history.metric.in_variances})")
     split = next((s for s in ("test", "valid") if (s, "global") in history.evaluated_loss), None)
     if split is not None and history.clients <= MAX_SITES and len(history.evaluated):
         _print_columns(_by_site(history, split, names))
