@@ -23,7 +23,7 @@ from fairvar.data.fetch import fetch
 from fairvar.engine import keys
 from fairvar.engine.train import train
 from fairvar.methods import FairGrad, catalogue
-from fairvar.report import compare, files, report_in_python, result_tables, style
+from fairvar.report import compare, files, in_python, result_tables, style
 from fairvar.report.table import Estimate, to_rich
 from fairvar.runs import archive, config, formats, own, plan, results, runner, select
 from fairvar.scores import ACCURACY, MISSING, recorded_metric
