@@ -14,7 +14,6 @@ it stores the runs one by one has nothing to train again.
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -29,6 +28,7 @@ from filelock import Timeout
 from torch import nn
 
 from fairvar.common.files import seal, write_bytes
+from fairvar.common.process import note
 from fairvar.data import deal, load_federation
 from fairvar.data.federation import Federation
 from fairvar.engine.grid import Member, members_that_fit, train_grid, trains_together
@@ -186,7 +186,7 @@ def _checkpoints(
 
 
 def _pass_over(home: Path, error: FairvarError) -> None:
-    print(f"fairvar: a checkpoint in {home} is not continued: {error}", file=sys.stderr)
+    note(f"fairvar: a checkpoint in {home} is not continued: {error}")
 
 
 def _blame(cells: Sequence[Config], error: BadInput) -> BadInput:
@@ -389,8 +389,8 @@ def parts_to_do(group: RunGroup, out: Path) -> list[RunGroup]:
             found.append(tuple(known[n] for n in before))
             todo = {n: cell for n, cell in todo.items() if n not in before}
         else:
-            print(f"fairvar: the plan lacks some of the runs that trained with {out / name}; what "
-                  "is missing of them may differ in its last bits", file=sys.stderr)  # fmt: skip
+            note(f"fairvar: the plan lacks some of the runs that trained with {out / name}; what "
+                 "is missing of them may differ in its last bits")  # fmt: skip
             break
     return [*found, *([tuple(todo.values())] if todo else [])]
 
