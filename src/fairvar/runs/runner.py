@@ -40,7 +40,6 @@ from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
 from fairvar.models import build, load_weights
 from fairvar.runs import formats, own
 from fairvar.runs.config import Config
-from fairvar.runs.formats import pack_checkpoint, pack_history, pack_state, unpack_checkpoint
 from fairvar.runs.identity import RECORD, data_sha256, identity_of, recorded_identity
 from fairvar.runs.stored import Deployed, final_scores, read_manifest
 from fairvar.scores import metric_facts
@@ -151,7 +150,7 @@ def compute(cells: Sequence[Config], home: Path, watch: Watch) -> list[History]:
     several = len(cells) > 1
 
     def write(number: int, made: list[Checkpoint]) -> None:
-        packed = map(pack_checkpoint, made, keys)
+        packed = map(formats.pack_checkpoint, made, keys)
         formats.write_checkpoint(home, number, dict(zip(names, packed, strict=True)))
 
     keep = keeper(watch, cells[0].train.rounds, write, at_end=several)
@@ -179,7 +178,7 @@ def _checkpoints(
             if packed.keys() != set(names):
                 raise IntegrityError("it belongs to another run")
             parts = (packed[name] for name in names)
-            found.append(list(map(unpack_checkpoint, parts, keys)))
+            found.append(list(map(formats.unpack_checkpoint, parts, keys)))
         except IntegrityError as error:
             _pass_over(home, error)
     return sorted(found, key=lambda made: -max(c.state.round for c in made))
@@ -247,8 +246,8 @@ def run_files(
     files = {
         **(more or {}),
         "config.toml": config.to_toml().encode(),
-        "history.safetensors": pack_history(history),
-        "state.safetensors": pack_state(history.state),
+        "history.safetensors": formats.pack_history(history),
+        "state.safetensors": formats.pack_state(history.state),
     }
     facts: dict[str, Any] = {
         "name": config.name,
