@@ -60,10 +60,9 @@ def client_accuracies(
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel()
     for axes, label in zip(panels, curves, strict=False):
         _accuracy_panel(axes, label, curves[label], curves[first], metric)
-    for axes in panels[len(curves) :]:
-        axes.set_visible(False)
-        above = panels[np.flatnonzero(panels == axes)[0] - across]
-        above.tick_params(labelbottom=True)
+    for place in range(len(curves), len(panels)):
+        panels[place].set_visible(False)
+        panels[place - across].tick_params(labelbottom=True)
     seen = np.concatenate([curve.accuracy for curve in curves.values()])
     if len(seen):
         low, high = seen.min(), seen.max()
@@ -272,7 +271,8 @@ def learning_curves(
 
     Values are drawn as they are given. A line that ends in nan has a cross at its last number.
     """
-    x, lines = np.asarray(rounds), {label: np.asarray(values) for label, values in mean.items()}
+    x = np.asarray(rounds, dtype=float)
+    lines = {label: np.asarray(values, dtype=float) for label, values in mean.items()}
     figure = new_figure(HALF, max(3.9, 1.1 + 0.155 * len(lines)))
     whole, late = figure.subplots(1, 2)
     for axes, label in product((whole, late), lines):
@@ -343,7 +343,7 @@ def weights_over_rounds(weights: ArrayLike, title: str, rounds: ArrayLike) -> Fi
     """
     from matplotlib.ticker import MaxNLocator
 
-    x, table = np.asarray(rounds), np.asarray(weights)
+    x, table = np.asarray(rounds, dtype=float), np.asarray(weights, dtype=float)
     p = np.where(np.isfinite(table), table, 0)
     total = p.sum(1, keepdims=True)
     p = np.divide(p, total, out=np.zeros_like(p), where=total > 0)
