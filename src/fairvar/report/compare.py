@@ -61,15 +61,13 @@ METRICS = {
     "variance": "variance",
     "corrected_variance": "corrected variance",
 }
-UNCORRECTED = (
-    "{dash}: a noise floor is known for the accuracy only. How much of the variance of the {title} "
-    "comes from finite test sets is not known, so it is not corrected."
-)
 
 
 def uncorrected(metric: Metric) -> str:
     """Why the noise floor and the corrected variance of a score are left out."""
-    return UNCORRECTED.format(dash=MISSING, title=metric.title)
+    return (f"{MISSING}: a noise floor is known for the accuracy only. How much of the variance of "
+            f"the {metric.title} comes from finite test sets is not known, so it is not "
+            "corrected.")  # fmt: skip
 
 
 def paired(a: Result, b: Result, model: str, late: bool) -> Paired | None:
