@@ -381,10 +381,10 @@ def parts_to_do(group: RunGroup, out: Path) -> list[RunGroup]:
         return [group]
     known, found = {_name(cell): cell for cell in group}, list[RunGroup]()
     for name in [name for name in known if name not in todo]:
-        before = _trained_with(out / name)
+        before = dict.fromkeys((read_manifest(out / name) or {}).get("group", []))
         if not todo.keys() & before:
             continue
-        if known.keys() >= set(before):
+        if known.keys() >= before.keys():
             found.append(tuple(known[n] for n in before))
             todo = {n: cell for n, cell in todo.items() if n not in before}
         else:
@@ -392,13 +392,6 @@ def parts_to_do(group: RunGroup, out: Path) -> list[RunGroup]:
                  "is missing of them may differ in its last bits")  # fmt: skip
             break
     return [*found, *([tuple(todo.values())] if todo else [])]
-
-
-def _trained_with(folder: Path) -> list[str]:
-    """The names of the runs that a stored run trained with, itself among them."""
-    listed = (read_manifest(folder) or {}).get("group", [])
-    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-    return list(dict.fromkeys(names))
 
 
 def _finish(part: RunGroup, out: Path, watch: Watch) -> None:

@@ -194,6 +194,7 @@ class RunManifest(Manifest, frozen=True, kw_only=True):
     result: dict[ScoreName, ScoresRecord]
     provenance: Provenance = msgspec.field(name="birth")
     condensed: bool = False
+    group: tuple[Text, ...] = ()  # the names of the runs that it trained with, itself among them
 
 
 # -- folders ---------------------------------------------------------------------------------------
