@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fairvar.common.files import csv_text
-from fairvar.metrics import RESAMPLES, Fairness, variance_in_units
+from fairvar.metrics import RESAMPLES, Fairness
 from fairvar.report.compare import WHICH, data_title, paired, uncorrected
 from fairvar.report.paired import Paired
 from fairvar.report.table import (
@@ -155,7 +155,7 @@ def _row(result: Result, primary: str, paper: Mapping[str, Cell], marks: Mapping
     ahead = {key for key, label in marks.items() if label == result.label}
 
     def squares(values: Iterable[float], marked: bool = False) -> Cell:
-        return over_seeds((metric_variance(v, metric) for v in values), marked)
+        return over_seeds((factor * v for v in values), marked)  # × 100, as in the paper
 
     for other in (m for m in result.trial.models if m != model):
         key, others = _key(primary, other), result.trial.test(other, result.at)
@@ -180,11 +180,6 @@ def _row(result: Result, primary: str, paper: Mapping[str, Cell], marks: Mapping
             "chosen": result.trial.describe(result.at),
         },
     )
-
-
-def metric_variance(value: float, metric: Metric) -> float:
-    """As tables and figures show it: ×100 for scores in percent."""
-    return variance_in_units(value, "x100" if metric.factor == 100 else "fraction")
 
 
 def _interval(seeds: Sequence[Fairness], metric: Metric) -> str:
