@@ -190,6 +190,18 @@ def module_of(start: Start) -> nn.Module:
     return start if isinstance(start, nn.Module) else linear_model(*start)
 
 
+def gradient_variance_minimiser(A: np.ndarray, m: np.ndarray, strength: float) -> np.ndarray:
+    """The minimiser of J = F + (γ/2n) Σ ‖g_i − ḡ‖² over quadratics; γ = 0: of the mean loss F.
+
+    x* = (Ā + (γ/n) Σ D_i²)⁻¹ (b̄ + (γ/n) Σ D_i e_i)
+    with b_i = A_i m_i, D_i = A_i − Ā and e_i = b_i − b̄.
+    """
+    b = np.einsum("nij,nj->ni", A, m)
+    D, e = A - A.mean(0), b - b.mean(0)
+    matrix = A.mean(0) + strength * (D @ D).mean(0)
+    return np.linalg.solve(matrix, b.mean(0) + strength * np.einsum("nij,nj->ni", D, e).mean(0))
+
+
 def quadratic_run(
     data: fv.Federation, method: fv.Method, start: Start, rounds: int, **options: object
 ) -> fv.History:

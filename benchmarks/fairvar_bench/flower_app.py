@@ -15,7 +15,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fairvar.data.federation import Federation
-from fairvar.deploy.client import Agreement, Client, only
+from fairvar.deploy.client import Agreement, Client
 from fairvar.deploy.flower.client import app_of
 from fairvar.deploy.flower.transport import GridTransport
 from fairvar.deploy.guard import FederationSettings, Notes
@@ -70,7 +70,7 @@ def _serve(grid: Grid, context: Context) -> None:
 @cache
 def _client(case: Case, number: int) -> Client:
     torch.set_num_threads(1)
-    return Client(number, only(_data(case), number), _agreement(case))
+    return Client(number, _data(case).only([number]), _agreement(case))
 
 
 def _agreement(case: Case) -> Agreement:

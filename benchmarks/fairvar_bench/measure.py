@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fairvar.common.process import peak_bytes, reset_peak, resident_bytes
+from fairvar.common.process import peak_bytes, reset_peak
 
 Work = Callable[[], object]
 FEWEST_TURNS = 3
@@ -151,7 +151,7 @@ class PeakMemory(contextlib.AbstractContextManager["PeakMemory"]):
             self.before: int | None = torch.cuda.memory_allocated(self.device)
         else:
             _give_back()
-            self.before = resident_bytes() if reset_peak() else None
+            self.before = peak_bytes() if reset_peak() else None
         return self
 
     def __exit__(self, *_: object) -> None:

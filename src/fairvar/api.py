@@ -45,8 +45,7 @@ from fairvar.methods import (
 )  # fmt: skip
 from fairvar.metrics import Fairness, fairness
 from fairvar.models import MODELS, check_model
-from fairvar.report.compare_in_python import Comparison, compare
-from fairvar.report.report_in_python import Report, write_report
+from fairvar.report.in_python import Comparison, Report, compare, write_report
 from fairvar.runs.experiments import Sweep, run, sweep
 from fairvar.runs.stored import load
 from fairvar.scores import METRICS, Metric

@@ -19,6 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 from fairvar.errors import BadInput, cause, shown, unknown
 
 Floats = NDArray[np.float64]
+MISSING = "–"  # in tables: never measured
+UNDEFINED = "undef."  # measured, but the formula ends in 0/0
 Labels = NDArray[np.int64]
 Numbers = ArrayLike | Any  # Any: a torch tensor; torch is not imported here
 TITLES = {"auc": "AUC", "f1": "F1", "rmse": "RMSE", "r2": "R²"}

@@ -47,7 +47,7 @@ def make_page() -> str:
         figures.partition([[3, 1, 0], [0, 2, 5]], "who holds what", {"clients": "2"}),
     ]
     sections = [
-        Section(f"α = {a}", f"alpha-{a}", "An introduction.", Table("Digits", columns, rows),
+        Section(f"α = {a}", f"alpha-{a}", Table("Digits", columns, rows),
                 [PageFigure(svg(f), "A caption.") for f in drawn],
                 {"configuration": "x = " + 200 * "1" + "\ny = 2"})
         for a in ("0.05", "0.1", "0.5")

@@ -18,7 +18,7 @@ from safetensors.torch import load
 import fairvar as fv
 from checks import MODELS, distance, images
 from fairvar.common.tree import Tree
-from fairvar.deploy.client import ROUNDS, Agreement, Client, Message, Stamp, grouped, only
+from fairvar.deploy.client import ROUNDS, Agreement, Client, Message, Stamp, grouped
 from fairvar.deploy.guard import FederationSettings
 from fairvar.deploy.run import Fault, Federated, LocalTransport, federate, honest
 from fairvar.engine.train import Checkpoint
@@ -35,7 +35,7 @@ METHODS = [fv.Ditto(), fv.Ditto(0.3, personal_lr=0.05, personal_steps=4, weights
 
 
 def nodes(agreed: Agreement, data: fv.Federation, home: Path) -> list[Client]:
-    return [Client(i, only(data, i), agreed, home / f"node{i}") for i in range(data.clients)]
+    return [Client(i, data.only([i]), agreed, home / f"node{i}") for i in range(data.clients)]
 
 
 def run(
@@ -123,7 +123,7 @@ def test_only_scores_of_personal_models_travel(tmp_path: Path) -> None:
     assert not found.refused
     plain: list[Message] = []
     other = agreement(fv.FedAvg(), digits(), batch_size=16, local_epochs=1)
-    clients = [Client(i, only(digits(), i), other) for i in range(digits().clients)]
+    clients = [Client(i, digits().only([i]), other) for i in range(digits().clients)]
 
     def listen(request: Message, reply: Message) -> Sequence[Message]:
         plain.append(reply)
@@ -152,7 +152,7 @@ class Indiscreet(Client):
 
 def test_a_client_that_sends_its_personal_model_is_found(tmp_path: Path) -> None:
     agreed = agreement(fv.Ditto(), digits(), batch_size=16)
-    clients = [Indiscreet(i, only(digits(), i), agreed, tmp_path / f"node{i}")
+    clients = [Indiscreet(i, digits().only([i]), agreed, tmp_path / f"node{i}")
                for i in range(digits().clients)]  # fmt: skip
     with pytest.raises((AssertionError, fv.FairvarError)):
         run(agreed, clients, Spy(tmp_path))
@@ -166,10 +166,10 @@ def test_a_restarted_node_finds_its_model(tmp_path: Path) -> None:
     class Restarting(Client):
         def answer(self, request: Message) -> Message:
             store = tmp_path / f"node{self.number}"
-            again = Client(self.number, only(digits(), self.number), agreed, store)
+            again = Client(self.number, digits().only([self.number]), agreed, store)
             return again.answer(request)
 
-    clients = [Restarting(i, only(digits(), i), agreed) for i in range(digits().clients)]
+    clients = [Restarting(i, digits().only([i]), agreed) for i in range(digits().clients)]
     found = run(agreed, clients).history
     personal, _ = kept(tmp_path, digits().clients)
     expected = reference(fv.Ditto(), digits(), batch_size=16)
@@ -183,7 +183,7 @@ def train_request(t: int, x: Tree, training: int = 7, attempt: int = 0) -> Messa
 
 def node(home: Path) -> tuple[Client, Tree]:
     agreed = agreement(fv.Ditto(2.0), digits())
-    client = Client(0, only(digits(), 0), agreed, home)
+    client = Client(0, digits().only([0]), agreed, home)
     draw = torch.Generator().manual_seed(3)
     x = {k: torch.randn(v.shape, generator=draw, dtype=v.dtype)
          for k, v in client.run.task.params.items()}  # fmt: skip

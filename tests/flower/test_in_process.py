@@ -523,7 +523,7 @@ def test_a_server_that_dies_before_it_stores_the_run(
 ) -> None:
     config = run_config(fv.AFL(), tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(server, "store_run", _no_disk)
+        patch.setattr(server.formats, "store_run", _no_disk)
         with pytest.raises(OSError, match="no space"):
             run(config)
     assert not (folder_of(read_setup(config)) / "manifest.json").exists()
@@ -620,7 +620,7 @@ def test_nobody_answers_the_last_evaluation(options: str, tmp_path: Path) -> Non
 def test_a_run_that_cannot_be_stored_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "store_run", _no_disk)
+    monkeypatch.setattr(server.formats, "store_run", _no_disk)
     config = run_config(fv.FedAvg(), tmp_path)
     with pytest.raises(OSError, match="no space"):
         run(config)

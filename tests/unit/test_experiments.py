@@ -190,7 +190,7 @@ def test_compare_takes_runs_of_different_length_and_common_seeds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn = [("front", None), ("curves", None)]
-    monkeypatch.setattr("fairvar.report.compare_in_python.result_figures", lambda *given: drawn)
+    monkeypatch.setattr("fairvar.report.in_python.result_figures", lambda *given: drawn)
 
     class Stop(fv.Callback):
         def on_evaluate(self, run: fv.Training) -> None:

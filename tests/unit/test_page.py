@@ -70,7 +70,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def svg() -> str:
-    return figure_svg(figures.partition([[3, 1, 0], [0, 2, 5]], "who holds what"))
+    return figure_svg(figures.partition([[3, 1, 0], [0, 2, 5]], "who holds what", {}))
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def page(svg: str) -> str:
     table = Table("Digits", COLUMNS, rows, ["two seeds"])
     figure = PageFigure(svg, "Partition", "partition of α.png")
     sections = [
-        Section(f"α = {alpha}", f"alpha-{alpha}", "One.", table, [figure, figure],
+        Section(f"α = {alpha}", f"alpha-{alpha}", table, [figure, figure],
                 {"seeds": "0, 1", "configuration": "a = 1\nb = 2"})
         for alpha in ("0.05", "0.1")
     ]  # fmt: skip
@@ -153,7 +153,7 @@ def test_hostile_text_stays_text(svg: str) -> None:
     column = Column("k", HOSTILE, 2, HOSTILE)
     words = Column("w", "words")
     rows = [Row(HOSTILE, {"k": Estimate(1.0), "w": HOSTILE}), Row("b", {"k": HOSTILE})]
-    section = Section(HOSTILE, HOSTILE, HOSTILE, Table(HOSTILE, [column, words], rows, [HOSTILE]),
+    section = Section(HOSTILE, HOSTILE, Table(HOSTILE, [column, words], rows, [HOSTILE]),
                       [PageFigure(svg, HOSTILE, HOSTILE)], {HOSTILE: HOSTILE})  # fmt: skip
     source = render_page(HOSTILE, HOSTILE, [section], {HOSTILE: HOSTILE + "\n"})
     found = Reader(source)

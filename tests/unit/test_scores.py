@@ -16,6 +16,7 @@ import torch
 import fairvar as fv
 from fairvar import scores
 from fairvar.metrics import RATIOS, fairness, worse_than
+from fairvar.runs.stored import score_rows
 from fairvar.scores import METRICS, metric_of
 
 DRAW = np.random.default_rng(0)
@@ -267,3 +268,15 @@ def test_the_manual_runs_and_prints_what_it_says(capsys: pytest.CaptureFixture[s
             exec(compile(block, "docs/metrics.md", "exec"), scope)
         else:
             assert capsys.readouterr().out == block
+
+
+def test_the_main_numbers_of_a_run_are_in_the_units_of_its_metric() -> None:
+    scores = {"mean": 0.5, "variance_over_clients": 0.04, "noise_floor": 0.01,
+              "corrected_variance": 0.03, "worst_10_percent": float("nan")}  # fmt: skip
+    found = {"result": {"test/global": scores}}
+    heads, ((_, *accuracies),) = score_rows(found)
+    assert heads[:2] == ["accuracy %", "variance"]
+    assert accuracies == ["50.00", "4.000", "1.000", "3.000", "undef."]
+    heads, ((_, *errors),) = score_rows({"metric": {"name": "rmse"}, **found})
+    assert heads[0] == "RMSE"
+    assert errors == ["0.5", "0.04", "–", "–", "undef."]

@@ -137,7 +137,7 @@ class Selection:
 
     def rule(self, model: str | None = None) -> Rule:
         """By the model that a run's protocol is about, unless one is named."""
-        return lib.report_in_python.rule_of(model, self.t, self.unit, self.m)
+        return lib.in_python.rule_of(model, self.t, self.unit, self.m)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ parsed (`common.lib`)."""
 # ruff: noqa: F401
 
 import importlib.metadata
-import math
 import platform
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,10 +23,10 @@ from fairvar.data.fetch import fetch
 from fairvar.engine import keys
 from fairvar.engine.train import train
 from fairvar.methods import FairGrad, catalogue
-from fairvar.report import compare, files, report_in_python, result_tables, style
-from fairvar.report.table import MISSING, UNDEFINED, Estimate, to_rich
+from fairvar.report import compare, files, in_python, result_tables, style
+from fairvar.report.table import Estimate, to_rich
 from fairvar.runs import archive, config, formats, own, plan, results, runner, select
-from fairvar.scores import ACCURACY, recorded_metric
+from fairvar.scores import ACCURACY, MISSING, recorded_metric
 
 from fairvar.runs import experiments, stored, verify, sweep  # isort: skip
 from fairvar.theory import Claim
@@ -115,33 +114,13 @@ def run_table(folder: Path, manifest: Mapping[str, Any]) -> Table:
     diverged, origin = manifest["diverged_at"], manifest["birth"]
     state = "" if diverged is None else f", diverged in round {diverged}"
     peak = f", peak memory {origin['peak_megabytes']} MB" if origin.get("peak_megabytes") else ""
-    cost = (
-        f"{origin.get('seconds', 0):.1f} s on {origin.get('device')} ({origin.get('engine')}){peak}"
-    )
-    columns = {"mean": 2, "variance_over_clients": 3, "noise_floor": 3, "corrected_variance": 3,
-               "worst_10_percent": 2}  # fmt: skip
-    metric = recorded_metric(manifest) or ACCURACY
-
-    def shown(name: str, value: float) -> str:
-        if name in ("noise_floor", "corrected_variance") and not metric.has_noise_floor:
-            return MISSING
-        form = f"z.{columns[name]}f" if metric.factor == 100 else ".4g"
-        return f"{metric.factor * value:{form}}" if math.isfinite(value) else UNDEFINED
-
+    spent = f"{origin.get('seconds', 0):.1f} s on {origin.get('device')}"
+    cost = f"{spent} ({origin.get('engine')}){peak}"
+    metric, (heads, rows) = recorded_metric(manifest) or ACCURACY, stored.score_rows(manifest)
     return _table(
         f"{manifest['method']}: {manifest['rounds']} rounds{state}",
-        (
-            "split/model",
-            metric.title + metric.unit,
-            "variance",
-            "noise floor",
-            "corrected",
-            "worst 10 %",
-        ),
-        [
-            (name, *(shown(key, scores[key]) for key in columns))
-            for name, scores in sorted(manifest["result"].items())
-        ],
+        ("split/model", *heads),
+        rows,
         f"variances over clients in {metric.in_variances}; {cost}; stored in {folder}",
         justify="right",
     )

@@ -210,7 +210,7 @@ def report(
     """
     lib.load_plugin(plugin)
     chosen = selection or Selection()
-    found = lib.report_in_python.write_report(
+    found = lib.in_python.write_report(
         folder, out=out, title=title, model=model, t=chosen.t, unit=chosen.unit, m=chosen.m,
         progress=True,
     )  # fmt: skip

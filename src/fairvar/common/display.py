@@ -54,13 +54,13 @@ def colour(place: int, of: int) -> str:
     return f"hsl({360 * place // max(of, 1)} 55% 55%)"
 
 
-def _svg(label: str, content: Markup) -> Markup:
+def _svg(label: str, *parts: Markup) -> Markup:
     form = Markup(
         '<svg role="img" aria-label="{}" width="{}" height="{}" viewBox="0 0 {} {}" '
         'style="display:block;margin:6px 0" xmlns="http://www.w3.org/2000/svg">{}</svg>'
     )
     width, height = WIDTH + 90, HEIGHT + 40
-    return form.format(label, width, height, width, height, content)
+    return form.format(label, width, height, width, height, join(parts))
 
 
 def bars(label: str, columns: Sequence[Sequence[int]], part: str) -> Markup:
@@ -88,17 +88,12 @@ def bars(label: str, columns: Sequence[Sequence[int]], part: str) -> Markup:
                 )  # fmt: skip
     some = f" (the first {len(shown)} of {len(columns):,})" if len(shown) < len(columns) else ""
     colours = "; a colour is a class" if kinds > 1 else ""
-    return _svg(
-        label,
-        join(
-            [
-                *found,
-                TEXT.format(46, 18, "end", f"{most:,}"),
-                TEXT.format(46, 10 + HEIGHT, "end", "0"),
-                TEXT.format(50, HEIGHT + 28, "start", f"{part} of each client{some}{colours}"),
-            ]
-        ),
-    )
+    found += [
+        TEXT.format(46, 18, "end", f"{most:,}"),
+        TEXT.format(46, 10 + HEIGHT, "end", "0"),
+        TEXT.format(50, HEIGHT + 28, "start", f"{part} of each client{some}{colours}"),
+    ]
+    return _svg(label, *found)
 
 
 def curves(label: str, x: Sequence[int], lines: Mapping[str, Sequence[float]]) -> Markup:
@@ -126,15 +121,10 @@ def curves(label: str, x: Sequence[int], lines: Mapping[str, Sequence[float]]) -
         free = max(place(last, ends[name])[1] + 4, free)
         found.append(TEXT.format(WIDTH + 6, free, "start", name))
         free += 12
-    return _svg(
-        label,
-        join(
-            [
-                *found,
-                TEXT.format(46, 18, "end", number(high)),
-                TEXT.format(46, 10 + HEIGHT, "end", number(low)),
-                TEXT.format(50, HEIGHT + 28, "start", f"round {first}"),
-                TEXT.format(WIDTH, HEIGHT + 28, "end", f"round {last}"),
-            ]
-        ),
-    )
+    found += [
+        TEXT.format(46, 18, "end", number(high)),
+        TEXT.format(46, 10 + HEIGHT, "end", number(low)),
+        TEXT.format(50, HEIGHT + 28, "start", f"round {first}"),
+        TEXT.format(WIDTH, HEIGHT + 28, "end", f"round {last}"),
+    ]
+    return _svg(label, *found)

@@ -143,9 +143,10 @@ def unblock_signals() -> None:
 # -- memory ----------------------------------------------------------------------------------------
 def peak_bytes() -> int | None:
     """The most resident memory since the start of this process or since `reset_peak`."""
-    peak = _status("VmHWM")
-    if peak is not None:
-        return peak
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) * 1024
     try:
         import resource
     except ImportError:  # Windows
@@ -155,10 +156,6 @@ def peak_bytes() -> int | None:
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
 
-def resident_bytes() -> int | None:
-    return _status("VmRSS")
-
-
 def reset_peak() -> bool:
     """Set the peak to the present value; False if the system does not support it."""
     try:
@@ -166,14 +163,6 @@ def reset_peak() -> bool:
     except OSError:
         return False
     return True
-
-
-def _status(field: str) -> int | None:
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(field):
-                return int(line.split()[1]) * 1024
-    return None
 
 
 def note(text: str | None) -> None:

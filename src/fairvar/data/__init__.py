@@ -10,7 +10,6 @@ from fairvar.data.build import (
 )
 from fairvar.data.builtin import (
     clinics,
-    gradient_variance_minimiser,
     logistic,
     quadratics,
     random_quadratics,
@@ -36,7 +35,6 @@ __all__ = [
     "dataset_sha256",
     "deal",
     "describe",
-    "gradient_variance_minimiser",
     "load_federation",
     "logistic",
     "quadratics",

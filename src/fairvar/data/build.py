@@ -93,8 +93,8 @@ def load_federation(
         data = sources.load(name, root, pool=holdout == "pool")
     else:
         data = DATASETS[name](clients, seed)
-    return deal(name, data, clients, partition, seed, split, holdout, pool_samples,
-                fraction=fraction, samples=samples)  # fmt: skip
+    return deal(name, data, clients, partition, seed, split=split, holdout=holdout,
+                pool_samples=pool_samples, fraction=fraction, samples=samples)  # fmt: skip
 
 
 def deal(
@@ -103,24 +103,17 @@ def deal(
     clients: int,
     partition: Partition | None,
     seed: int,
-    split: tuple[float, float, float] = DEFAULT_SPLIT,
-    holdout: Holdout = "auto",
-    pool_samples: int = 200,
-    *,
-    fraction: float = 1.0,
-    samples: int | None = None,
+    **how: Any,
 ) -> Federation:
-    """Deal a data set to clients; a federation is there already and takes no such settings."""
+    """Deal a data set to clients; a federation is there already and takes no such settings. `how`:
+    the further arguments of `build_federation`, all of them."""
     if isinstance(data, Dataset):
-        return build_federation(
-            data, clients, partition or Dirichlet(alpha=0.1), seed, split, holdout, pool_samples,
-            fraction=fraction, samples=samples,
-        )  # fmt: skip
+        return build_federation(data, clients, partition or Dirichlet(alpha=0.1), seed, **how)
     if not (partition is None or isinstance(partition, Natural)):
         raise BadInput(f"{name} is made client by client; leave the partition out or use natural")
-    if split != DEFAULT_SPLIT or holdout != "auto":
+    if how["split"] != DEFAULT_SPLIT or how["holdout"] != "auto":
         raise BadInput(f"{name} comes with its own splits; leave split and holdout out")
-    if fraction != 1 or samples is not None:
+    if how["fraction"] != 1 or how["samples"] is not None:
         raise BadInput(f"{name} is made client by client; leave fraction and samples out")
     return data
 

@@ -117,17 +117,14 @@ def _split(x: np.ndarray, y: np.ndarray, counts: Int64[np.ndarray, " n"]) -> Spl
 
 
 def random_quadratics(
-    clients: int, dim: int, seed: int, common_matrix: bool = False
+    clients: int, dim: int, seed: int
 ) -> tuple[Federation, Matrices, Centres, Float64[np.ndarray, " n"]]:
-    """Random (federation, A, m, c): eigenvalues in [½, 2], m ~ N(0, I), c in [0, 1].
-
-    With `common_matrix` all A_i are equal, so that FairGrad* is FedAvg.
-    """
+    """Random (federation, A, m, c): eigenvalues in [½, 2], m ~ N(0, I), c in [0, 1]."""
     _check_clients(clients)
     normal, exponent = np.empty((clients, dim, dim)), np.empty((clients, dim))
     m, c = np.empty((clients, dim)), np.empty(clients)
     for i in range(clients):
-        matrix = rng.stream(seed, "quadratic matrix", 0 if common_matrix else i)
+        matrix = rng.stream(seed, "quadratic matrix", i)
         normal[i], exponent[i] = matrix.standard_normal((dim, dim)), matrix.uniform(-1, 1, dim)
         draw = rng.stream(seed, "quadratic centre", i)
         m[i], c[i] = draw.standard_normal(dim), draw.uniform()
@@ -135,20 +132,6 @@ def random_quadratics(
     product = rotation * np.exp2(exponent)[:, None] @ rotation.transpose(0, 2, 1)
     A = (product + product.transpose(0, 2, 1)) / 2  # symmetric to the last bit
     return quadratics(A, m, c), A, m, c
-
-
-def gradient_variance_minimiser(
-    A: Float[np.ndarray, "n d d"], m: Float[np.ndarray, "n d"], strength: float
-) -> Float[np.ndarray, " d"]:
-    """The minimiser of J = F + (γ/2n) Σ ‖g_i − ḡ‖² over quadratics; γ = 0: of the mean loss F.
-
-    x* = (Ā + (γ/n) Σ D_i²)⁻¹ (b̄ + (γ/n) Σ D_i e_i)
-    with b_i = A_i m_i, D_i = A_i − Ā and e_i = b_i − b̄.
-    """
-    b = np.einsum("nij,nj->ni", A, m)
-    D, e = A - A.mean(0), b - b.mean(0)
-    matrix = A.mean(0) + strength * (D @ D).mean(0)
-    return np.linalg.solve(matrix, b.mean(0) + strength * np.einsum("nij,nj->ni", D, e).mean(0))
 
 
 def logistic(

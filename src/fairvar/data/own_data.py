@@ -317,9 +317,9 @@ def _items_of(dataset: Any, x: Any, y: Any) -> tuple[Tensor, Tensor]:
 def _columns_of(dataset: Any, x: Any, y: Any) -> tuple[Tensor, np.ndarray]:
     """Of a Hugging Face data set: a column, or several of numbers side by side."""
     wanted = [x] if isinstance(x, str) else list(x or [])
-    for key in (wanted, [y]):
-        for column in key or [None]:
-            _key(column, "x" if key is wanted else "y", dataset.column_names)
+    for column in wanted or [None]:
+        _key(column, "x", dataset.column_names)
+    _key(y, "y", dataset.column_names)
     found = dataset.with_format("numpy", columns=[*wanted, y])[:]
     inputs = found[x] if isinstance(x, str) else np.stack([found[c] for c in wanted], axis=1)
     if why := why_no_numbers(inputs):

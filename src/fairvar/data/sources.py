@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-import sys
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from fairvar.common.files import digest, open_regular, read_bytes, walk, whole_file
+from fairvar.common.process import note
 from fairvar.data.dataset import BLOCK, Dataset, Scale
 from fairvar.data.fetch import (
     MOST_BYTES,
@@ -255,16 +255,12 @@ def read_through_cache(name: str, layout: FileLayout, paths: Sequence[Path]) -> 
             if identity:
                 _save(file, found)
         except OSError as error:
-            _say(f"cannot keep the decoded {name} in {file.parent} ({error.strerror}); "
+            note(f"fairvar: cannot keep the decoded {name} in {file.parent} ({error.strerror}); "
                  "it will be decoded again next time")  # fmt: skip
     for other, source in SOURCES.items():  # MNIST and Fashion-MNIST have the same file names
         if other != name and source.sha256 == found.sha256:
             raise BadInput(f"the files found for {name} are those of {other}; check root")
     return found
-
-
-def _say(line: str) -> None:
-    print(f"fairvar: {line}", file=sys.stderr)
 
 
 def _identity(name: str, paths: Sequence[Path]) -> str | None:
@@ -349,5 +345,6 @@ def _load(file: Path) -> Samples | None:
                 train, classes = arrays["numbers"].tolist()
                 return Samples(arrays["x"], arrays["y"], train, classes, note=str(arrays["note"]))
     except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile) as error:
-        _say(f"{file.name} in the cache is damaged ({cause(error)}); decoding the images again")
+        note(f"fairvar: {file.name} in the cache is damaged ({cause(error)}); decoding the images "
+             "again")  # fmt: skip
         return None

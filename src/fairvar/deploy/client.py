@@ -239,11 +239,6 @@ def _placed(split: Split, number: int) -> Split:
     return replace(split, counts=counts)
 
 
-def only(federation: Federation, client: int) -> Federation:
-    """A federation of this client alone."""
-    return federation.only([client])
-
-
 # -- personal models -------------------------------------------------------------------------------
 class PersonalModels:
     """The personal models v_i of one client, one file per run in a folder, or in memory.

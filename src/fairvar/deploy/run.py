@@ -25,7 +25,6 @@ from fairvar.deploy.client import (
     Agreement,
     Client,
     Message,
-    only,
     sends_score,
 )
 from fairvar.deploy.guard import (
@@ -260,4 +259,4 @@ class LocalTransport:
 
 def local_clients(agreed: Agreement, federation: Federation) -> list[Client]:
     """One `Client` for each client of a federation, with its own data only."""
-    return [Client(i, only(federation, i), agreed) for i in range(federation.clients)]
+    return [Client(i, federation.only([i]), agreed) for i in range(federation.clients)]

@@ -27,12 +27,12 @@ from fairvar.data.sources import SOURCES
 from fairvar.errors import BadInput, unknown
 from fairvar.metrics import mean_and_variance
 from fairvar.report.paired import Difference, Paired, compare
-from fairvar.report.table import MISSING, UNDEFINED, Column, Estimate, Row, Table
+from fairvar.report.table import Column, Estimate, Row, Table
 from fairvar.runs.formats import is_complete
 from fairvar.runs.results import gather
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.trials import Group, Result, Trial
-from fairvar.scores import ACCURACY, Metric
+from fairvar.scores import ACCURACY, MISSING, UNDEFINED, Metric
 
 SHOWN = 5  # clients listed on either side
 # Models in a legend, in figures and in sentences.
@@ -61,15 +61,13 @@ METRICS = {
     "variance": "variance",
     "corrected_variance": "corrected variance",
 }
-UNCORRECTED = (
-    "{dash}: a noise floor is known for the accuracy only. How much of the variance of the {title} "
-    "comes from finite test sets is not known, so it is not corrected."
-)
 
 
 def uncorrected(metric: Metric) -> str:
     """Why the noise floor and the corrected variance of a score are left out."""
-    return UNCORRECTED.format(dash=MISSING, title=metric.title)
+    return (f"{MISSING}: a noise floor is known for the accuracy only. How much of the variance of "
+            f"the {metric.title} comes from finite test sets is not known, so it is not "
+            "corrected.")  # fmt: skip
 
 
 def paired(a: Result, b: Result, model: str, late: bool) -> Paired | None:

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fairvar import metrics
-from fairvar.errors import BadInput
 from fairvar.metrics import fairness, pareto_front
 from fairvar.report.style import (
     BASELINE,
@@ -26,16 +24,13 @@ from fairvar.report.style import (
     VARIANCE,
     Axes,
     Figure,
-    Floats,
-    as_array,
-    demand_some,
     new_figure,
     style_of,
     styled,
     text_colour,
 )
 from fairvar.report.table import mean_and_standard_error
-from fairvar.scores import ACCURACY, Metric
+from fairvar.scores import ACCURACY, Floats, Metric
 
 # Inches: the widths of figures that share a row of a page, and of those with many panels, so that
 # the text of either is alike.
@@ -57,13 +52,7 @@ def client_accuracies(
     worst tenth, both as `fairness` has them, averaged over seeds. Clients that were not measured
     (nan) are left out.
     """
-    demand_some(accuracy, "accuracy")
-    curves = {
-        label: _Ranked.of(
-            as_array(np.atleast_2d(metrics.as_array(values, label)), label, 2), metric
-        )
-        for label, values in accuracy.items()
-    }
+    curves = {k: _Ranked.of(np.atleast_2d(v), metric) for k, v in accuracy.items()}
     first = BASELINE if BASELINE in curves else next(iter(curves))
     down = math.ceil(len(curves) / 4)
     across = math.ceil(len(curves) / down)
@@ -71,10 +60,9 @@ def client_accuracies(
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel()
     for axes, label in zip(panels, curves, strict=False):
         _accuracy_panel(axes, label, curves[label], curves[first], metric)
-    for axes in panels[len(curves) :]:
-        axes.set_visible(False)
-        above = panels[np.flatnonzero(panels == axes)[0] - across]
-        above.tick_params(labelbottom=True)
+    for place in range(len(curves), len(panels)):
+        panels[place].set_visible(False)
+        panels[place - across].tick_params(labelbottom=True)
     seen = np.concatenate([curve.accuracy for curve in curves.values()])
     if len(seen):
         low, high = seen.min(), seen.max()
@@ -159,7 +147,6 @@ def differences(
     """
     from matplotlib.ticker import MaxNLocator
 
-    demand_some(found, "differences")
     labels = list(dict.fromkeys(label for panel in found.values() for label in panel))
     # a panel with one method of many, such as Ditto's personal models, takes less room
     shares = [0.7 if 4 * len(values) < len(labels) else 1.0 for values in found.values()]
@@ -189,15 +176,14 @@ def differences(
 
 @styled
 def who_gains(
-    baseline: ArrayLike, accuracy: Mapping[str, ArrayLike], special: Sequence[int] = ()
+    baseline: ArrayLike, accuracy: Mapping[str, ArrayLike], special: Sequence[int]
 ) -> Figure:
     """By client: accuracy under the baseline, and how much each method adds or takes.
 
     `special`: clients that are different by nature. They are drawn as triangles, and the mean of
     either kind stands above its panel.
     """
-    demand_some(accuracy, "accuracy")
-    x = 100 * as_array(baseline, "baseline", 1)
+    x = 100 * np.asarray(baseline)
     kind = np.isin(np.arange(len(x)), np.asarray(special, dtype=int))
     kinds = [("others", ~kind, "#0072B2", "o"), ("different by nature", kind, "#D55E00", "^")]
     kinds = [k for k in kinds if k[1].any()]
@@ -206,7 +192,7 @@ def who_gains(
     figure = new_figure(FULL if across > 2 else HALF, 1.9 * down + 0.7)
     panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel()
     for axes, (label, values) in zip(panels, accuracy.items(), strict=False):
-        change = 100 * as_array(values, label, 1) - x
+        change = 100 * np.asarray(values) - x
         axes.axhline(0, color=GREY, lw=0.8)
         for name, mine, colour, marker in kinds:
             axes.plot(x[mine], change[mine], marker, color=colour, ms=4, mew=0, alpha=0.75,
@@ -225,9 +211,7 @@ def who_gains(
 
 
 @styled
-def partition(
-    counts: ArrayLike, title: str = "", numbers: Mapping[str, str] | None = None
-) -> Figure:
+def partition(counts: ArrayLike, title: str, numbers: Mapping[str, str]) -> Figure:
     """Samples by (client, class): sizes above, each client's mix of classes below, largest first.
 
     A map, because stacked bars of 200 classes would need 200 colours.
@@ -236,19 +220,15 @@ def partition(
     from matplotlib.colors import ListedColormap, PowerNorm
     from matplotlib.ticker import MaxNLocator
 
-    table = as_array(counts, "counts", 2)
-    if not (np.isfinite(table).all() and (table >= 0).all()):
-        raise BadInput("counts must be numbers of samples, 0 or more, by client and class")
+    table = np.asarray(counts, dtype=float)
     size = table.sum(1)
     table = table[np.argsort(-size, kind="stable")]
     size = table.sum(1)
     share = np.divide(table, size[:, None], out=np.zeros_like(table), where=size[:, None] > 0)
     clients, classes = table.shape
     figure = new_figure(HALF, 3.4 if classes <= 50 else 4.4)
-    shape: Any = [["bars", "numbers"], ["heat", "numbers"]] if numbers else [["bars"], ["heat"]]
-    panels = figure.subplot_mosaic(
-        shape, height_ratios=[1, 2.6], width_ratios=[1, 0.5][: len(shape[0])]
-    )
+    shape: Any = [["bars", "numbers"], ["heat", "numbers"]]
+    panels = figure.subplot_mosaic(shape, height_ratios=[1, 2.6], width_ratios=[1, 0.5])
     bars, heat = panels["bars"], panels["heat"]
     bars.bar(np.arange(clients), size, width=0.8, color=GREY)
     bars.set(ylabel="samples", xlim=(-0.5, clients - 0.5))
@@ -263,8 +243,7 @@ def partition(
         axis.set_major_locator(MaxNLocator(integer=True))
     figure.colorbar(image, ax=heat, location="bottom", aspect=40, pad=0.02, shrink=0.8,
                     label="share of the client's samples (%); white: none")  # fmt: skip
-    if numbers:
-        _numbers(panels["numbers"], numbers)
+    _numbers(panels["numbers"], numbers)
     return figure
 
 
@@ -283,30 +262,24 @@ def _numbers(axes: Axes, numbers: Mapping[str, str]) -> None:
 def learning_curves(
     rounds: ArrayLike,
     mean: Mapping[str, ArrayLike],
-    low: Mapping[str, ArrayLike] | None = None,
-    high: Mapping[str, ArrayLike] | None = None,
+    low: Mapping[str, ArrayLike],
+    high: Mapping[str, ArrayLike],
     ylabel: str = "mean accuracy over clients",
 ) -> Figure:
-    """A line per method: all rounds on the left, the last half enlarged on the right, with names.
+    """A line per method with the range from `low` to `high`: all rounds on the left, the last half
+    enlarged on the right, with names.
 
     Values are drawn as they are given. A line that ends in nan has a cross at its last number.
     """
-    demand_some(mean, "mean")
-    x = as_array(rounds, "rounds", 1)
-    lines = {label: as_array(values, label, 1) for label, values in mean.items()}
-    for label, y in lines.items():
-        if len(y) != len(x):
-            raise BadInput(f"{label} has {len(y)} values for {len(x)} rounds; give one per round")
+    x = np.asarray(rounds, dtype=float)
+    lines = {label: np.asarray(values, dtype=float) for label, values in mean.items()}
     figure = new_figure(HALF, max(3.9, 1.1 + 0.155 * len(lines)))
     whole, late = figure.subplots(1, 2)
     for axes, label in product((whole, late), lines):
         y, kind = lines[label], style_of(label)
         axes.plot(x, y, color=kind.colour, ls=kind.dashes, lw=1.2, zorder=3)
-        if low and high and label in low and label in high:
-            between = as_array(low[label], label, 1), as_array(high[label], label, 1)
-            axes.fill_between(
-                x, *between, color=kind.colour, alpha=max(0.06, 0.25 / len(lines)), lw=0
-            )
+        alpha = max(0.06, 0.25 / len(lines))
+        axes.fill_between(x, low[label], high[label], color=kind.colour, alpha=alpha, lw=0)
         alive = np.flatnonzero(np.isfinite(y))
         if len(alive) and alive[-1] < len(y) - 1:
             axes.plot(x[alive[-1]], y[alive[-1]], "x", color=kind.colour, ms=5, zorder=4)
@@ -361,25 +334,20 @@ def _spread(goal: Floats, gap: float, low: float, high: float) -> Floats:
 
 
 @styled
-def weights_over_rounds(
-    weights: ArrayLike, title: str = "", rounds: ArrayLike | None = None
-) -> Figure:
+def weights_over_rounds(weights: ArrayLike, title: str, rounds: ArrayLike) -> Figure:
     """Weights relative to equal ones, and the effective number of clients.
 
-    `rounds`: which round each row belongs to, counted from 1; by default all, in order.
+    `rounds`: which round each row belongs to, counted from 1.
     1 / Σ p_k² for normalised weights p: n if all count the same, 1 if one client decides alone.
     Colours are powers of two; a client without weight in a round (0 or nan) is grey.
     """
     from matplotlib.ticker import MaxNLocator
 
-    table = as_array(weights, "weights", 2)
+    x, table = np.asarray(rounds, dtype=float), np.asarray(weights, dtype=float)
     p = np.where(np.isfinite(table), table, 0)
     total = p.sum(1, keepdims=True)
     p = np.divide(p, total, out=np.zeros_like(p), where=total > 0)
     clients = p.shape[1]
-    x = as_array(np.arange(1, len(p) + 1) if rounds is None else rounds, "rounds", 1)
-    if len(x) != len(p) or (np.diff(x) <= 0).any():
-        raise BadInput(f"rounds: give {len(p)} rising numbers, one for each row of weights")
     squares = np.square(p).sum(1)
     effective = np.divide(1, squares, out=np.full(len(p), np.nan), where=squares > 0)
     ratio = np.full_like(p, np.nan)
@@ -434,21 +402,17 @@ class Point:
 
 @styled
 def front(
-    points: Sequence[Point],
-    noise_floor: float | None = None,
-    model: str | None = None,
-    metric: Metric = ACCURACY,
+    points: Sequence[Point], noise_floor: float, model: str, metric: Metric = ACCURACY
 ) -> Figure:
     """Lower right is better (lower left, where a lower score is). Dots: all configurations; marks:
     the chosen ones; line: Pareto front.
 
     The axes show the neighbourhood of the chosen ones, since one diverged configuration would
-    squeeze the rest into a corner; a note gives the number outside. `model`: for the label of the
-    axis.
+    squeeze the rest into a corner; a note gives the number outside. `noise_floor`: nan if it is
+    not known. `model`: for the label of the axis.
     """
     points = [p.in_units_of(metric) for p in points]
     kept = [p for p in points if math.isfinite(p.accuracy) and math.isfinite(p.variance)]
-    demand_some(kept, "points (with finite accuracy and variance)")
     chosen = [p for p in kept if p.chosen]
     across = 4 if len(chosen) <= MANY else 5
     figure = new_figure(HALF, 3.56 + 0.17 * math.ceil(len(chosen) / across))
@@ -470,10 +434,9 @@ def front(
     if outside:
         note = f"{outside} of {len(points)} configurations outside the axes or diverged"
         axes.set_title(note, loc="right", fontsize=7, color=DARK)
-    test, of = ("test ", f", {model}") if model else ("", "")
     unit = " (%)" if metric.factor == 100 else ""
     ylabel = VARIANCE if unit else f"variance over clients ({metric.in_variances})"
-    axes.set(xlabel=f"mean {test}{metric.title} over clients{unit}{of}", ylabel=ylabel)
+    axes.set(xlabel=f"mean test {metric.title} over clients{unit}, {model}", ylabel=ylabel)
     if chosen:  # a legend outside: names next to the marks would cover others
         names = [p.label for p in chosen]
         figure.legend(marks, names, loc="outside lower center", ncols=across, frameon=False,
@@ -496,14 +459,14 @@ def _percent(error: float | None) -> float:
     return 100 * error if error is not None and math.isfinite(error) else 0.0
 
 
-def _front_limits(axes: Axes, points: Sequence[Point], noise_floor: float | None) -> None:
+def _front_limits(axes: Axes, points: Sequence[Point], noise_floor: float) -> None:
     chosen = np.array([p.chosen for p in points])
     main = chosen if chosen.any() else ~chosen
     x = np.array([(100 * p.accuracy, _percent(p.accuracy_error)) for p in points])
     y = np.array([(100 * p.variance, _percent(p.variance_error)) for p in points])
     axes.set_xlim(_reach(x[:, 0], x[:, 1], main))
     low, high = _reach(y[:, 0], y[:, 1], main)
-    if noise_floor is not None and math.isfinite(noise_floor):
+    if math.isfinite(noise_floor):
         floor = 100 * noise_floor
         low, high = min(low, floor - (high - floor) / 8), max(high, floor + 1e-9)
         axes.axhspan(low - abs(low), floor, color="#e3e3e3", lw=0, zorder=0)

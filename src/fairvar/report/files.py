@@ -171,17 +171,14 @@ def write_files(groups: Sequence[Group], out: Path, title: str) -> tuple[list[Ta
     with_tables = list(zip(groups, tables, strict=True))
     texts |= {"clients.csv": clients_csv(groups), **overview_files(with_tables)}
     sections = [*_overviews(with_tables), *sections]
-    for name, found in (
-        ("claims", claims_table(groups)),
-        ("compared_with_fedavg", compared_with_fedavg(groups)),
-    ):
-        if found is not None:
-            texts[f"{name}.md"] = render(found, "markdown")
-            if name == "claims":
-                every = replace(found, title="Every test of a claim")
-                sections.append(Section(found.title, name, "", claims_overview(found), rest=every))
-            else:
-                sections.append(Section(found.title, name, "", found))
+    claims, compared = claims_table(groups), compared_with_fedavg(groups)
+    if claims is not None:
+        texts["claims.md"] = render(claims, "markdown")
+        every = replace(claims, title="Every test of a claim")
+        sections.append(Section(claims.title, "claims", claims_overview(claims), rest=every))
+    if compared is not None:
+        texts["compared_with_fedavg.md"] = render(compared, "markdown")
+        sections.append(Section(compared.title, "compared_with_fedavg", compared))
     runs = sum(len(group.provenances) for group in groups)
     subtitle = f"{runs} runs on {len(groups)} federation{'s' if len(groups) != 1 else ''}"
     scores = list(dict.fromkeys(group.metric for group in groups))
@@ -200,7 +197,7 @@ def _overviews(with_tables: WithTables) -> Iterable[Section]:
         name = table.title if short in seen else short  # the same for another model
         seen.append(name)
         anchor = "".join(c if c.isascii() and c.isalnum() else "-" for c in name)
-        yield Section(table.title, f"all-{anchor}", "", table)
+        yield Section(table.title, f"all-{anchor}", table)
 
 
 def _figures(group: Group) -> Iterable[tuple[str, Any]]:
@@ -243,7 +240,6 @@ def _section(group: Group, name: str, table: Table, figures: Sequence[PageFigure
     return Section(
         ", ".join(parts) + (f" ({again})" if again else ""),
         name,
-        "",
         table,
         figures,
         {

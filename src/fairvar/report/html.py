@@ -47,7 +47,6 @@ class Section:
 
     title: str
     name: str
-    intro: str = ""
     table: Table | None = None
     figures: Sequence[PageFigure] = ()
     details: Mapping[str, str] = field(default_factory=dict)
@@ -184,9 +183,7 @@ def _table(table: Table) -> dict[str, Any]:
     by_row = zip(*(_cells(table, column) for column in table.columns), strict=True)
     rows = [
         (row.label, style_of(row.label or "-").colour if table.of == "method" else "", cells)
-        for row, cells in zip(
-            table.rows, by_row if meanings else [()] * len(table.rows), strict=True
-        )
+        for row, cells in zip(table.rows, by_row, strict=True)
     ]
     return {"title": table.title, "heads": heads, "rows": rows, "notes": table.notes,
             "meanings": meanings}  # fmt: skip

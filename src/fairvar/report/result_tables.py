@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from fairvar.common.files import csv_text
-from fairvar.metrics import RESAMPLES, Fairness, variance_in_units
+from fairvar.metrics import RESAMPLES, Fairness
 from fairvar.report.compare import WHICH, data_title, paired, uncorrected
 from fairvar.report.paired import Paired
 from fairvar.report.table import (
     DIVERGED,
-    UNDEFINED,
     Cell,
     Column,
     Estimate,
@@ -26,7 +25,7 @@ from fairvar.report.table import (
     render,
 )
 from fairvar.runs.trials import Group, Result
-from fairvar.scores import ACCURACY, Metric
+from fairvar.scores import ACCURACY, UNDEFINED, Metric
 
 
 def _key(primary: str, model: str) -> str:
@@ -156,7 +155,7 @@ def _row(result: Result, primary: str, paper: Mapping[str, Cell], marks: Mapping
     ahead = {key for key, label in marks.items() if label == result.label}
 
     def squares(values: Iterable[float], marked: bool = False) -> Cell:
-        return over_seeds((metric_variance(v, metric) for v in values), marked)
+        return over_seeds((factor * v for v in values), marked)  # × 100, as in the paper
 
     for other in (m for m in result.trial.models if m != model):
         key, others = _key(primary, other), result.trial.test(other, result.at)
@@ -183,11 +182,6 @@ def _row(result: Result, primary: str, paper: Mapping[str, Cell], marks: Mapping
     )
 
 
-def metric_variance(value: float, metric: Metric) -> float:
-    """As tables and figures show it: ×100 for scores in percent."""
-    return variance_in_units(value, "x100" if metric.factor == 100 else "fraction")
-
-
 def _interval(seeds: Sequence[Fairness], metric: Metric) -> str:
     """Of the corrected variance, or of the variance where there is no correction."""
     corrected = metric.has_noise_floor
@@ -204,9 +198,7 @@ def _marks(results: Sequence[Result], primary: str) -> dict[str, str]:
     for result in alive if len(alive) > 1 else ():
         ahead = {"accuracy", "variance", "corrected"}
         for other in alive:
-            if (
-                ahead and other is not result
-            ):  # a comparison takes long where nothing is left to win
+            if ahead and other is not result:  # a comparison takes long
                 ahead &= _ahead(paired(result, other, primary, False))
         found |= dict.fromkeys(ahead, result.label)
     return found

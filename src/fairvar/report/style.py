@@ -10,15 +10,11 @@ import functools
 import io
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
-
-from fairvar import metrics
-from fairvar.errors import BadInput
-from fairvar.scores import Floats as Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
@@ -187,15 +183,3 @@ def svg(figure: Figure) -> str:
     drawn = _PLACES.sub(lambda places: _MORE_DIGITS.sub(r"\1", places[0]), drawn)
     numbers = {name: f"id{n}" for n, name in enumerate(dict.fromkeys(_HASHED.findall(drawn)))}
     return _HASHED.sub(lambda name: numbers[name[0]], drawn)
-
-
-def as_array(values: Any, name: str, ndim: int) -> Floats:
-    array = metrics.as_array(values, name)
-    if array.ndim != ndim or array.size == 0:
-        raise BadInput(f"{name} has shape {array.shape}: give {ndim} axes, none of them empty")
-    return array
-
-
-def demand_some(values: Mapping[str, Any] | Sequence[Any], name: str) -> None:
-    if not values:
-        raise BadInput(f"{name} is empty: there is nothing to draw")

@@ -7,29 +7,26 @@ With fewer than `FEWEST_SEEDS` seeds the word is "seems".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from fairvar import scores
 from fairvar.report.compare import FEWEST_SEEDS, about, data_title, paired
-from fairvar.report.paired import Difference, Paired
+from fairvar.report.paired import Paired
 from fairvar.report.style import BASELINE
 from fairvar.runs.trials import Group
+from fairvar.scores import ACCURACY
 
-Get = Callable[[Paired], Difference | None]
 POINTS, VARIANCE = ("{:+.2f}", "points"), ("{:+.3f}", "variance ×100")
+COMPARED = ("accuracy", "variance", "worst_10_percent")  # fields of `Paired`
 # What is compared, the sign of the difference, what it means, and how it is printed.
-ACCURACY: Get = lambda both: both.accuracy  # noqa: E731
-EVENNESS: Get = lambda both: both.variance  # noqa: E731
-WORST: Get = lambda both: both.worst_10_percent  # noqa: E731
-METRICS: tuple[tuple[Get, int, str, tuple[str, str]], ...] = (
-    (ACCURACY, 1, "clearly ahead of FedAvg in mean accuracy", POINTS),
-    (ACCURACY, -1, "clearly behind FedAvg in mean accuracy", POINTS),
-    (EVENNESS, -1, "clearly more even than FedAvg", VARIANCE),
-    (EVENNESS, 1, "clearly less even than FedAvg", VARIANCE),
-    (WORST, 1, "clearly better than FedAvg for the worst 10 % of clients", POINTS),
-    (WORST, -1, "clearly worse than FedAvg for the worst 10 % of clients", POINTS),
+METRICS: tuple[tuple[str, int, str, tuple[str, str]], ...] = (
+    ("accuracy", 1, "clearly ahead of FedAvg in mean accuracy", POINTS),
+    ("accuracy", -1, "clearly behind FedAvg in mean accuracy", POINTS),
+    ("variance", -1, "clearly more even than FedAvg", VARIANCE),
+    ("variance", 1, "clearly less even than FedAvg", VARIANCE),
+    ("worst_10_percent", 1, "clearly better than FedAvg for the worst 10 % of clients", POINTS),
+    ("worst_10_percent", -1, "clearly worse than FedAvg for the worst 10 % of clients", POINTS),
 )
 Found = Mapping[str, Mapping[int, Paired]]  # method → place of the federation → differences
 
@@ -38,12 +35,12 @@ def summarise(groups: Sequence[Group]) -> dict[str, list[str]]:
     """Sentences by data set, protocol and model, for runs that are scored by the accuracy; the last
     ones say how sure they are."""
     kinds: dict[tuple[str, ...], list[Group]] = {}
-    for group in (group for group in groups if group.metric == scores.ACCURACY):
+    for group in (group for group in groups if group.metric == ACCURACY):
         kinds.setdefault((group.dataset, *group.kind, group.criterion.model), []).append(group)
     found = {_name(members): list(_about(members)) for members in kinds.values()}
     intervals = [d for members in kinds.values() for by_place in _found(members).values()
-                 for both in by_place.values() for get in (ACCURACY, EVENNESS, WORST)
-                 if (d := get(both)) is not None]  # fmt: skip
+                 for both in by_place.values() for key in COMPARED
+                 if (d := getattr(both, key)) is not None]  # fmt: skip
     if intervals:
         clear = sum(d.clear for d in intervals)
         enough = [_enough(members) for members in kinds.values()]
@@ -155,13 +152,13 @@ def _found(members: Sequence[Group]) -> Found:
 
 
 def _sentence(
-    members: Sequence[Group], found: Found, get: Get, sign: int, words: str, form: tuple[str, str]
+    members: Sequence[Group], found: Found, key: str, sign: int, words: str, form: tuple[str, str]
 ) -> str:
     """The methods that differ clearly, those with the same federations together; "" for none."""
     by_places: dict[tuple[int, ...], list[str]] = {}
     for label, differences in found.items():
         clear = {place: d for place, both in differences.items()
-                 if (d := get(both)) is not None and d.clear and sign * d.value > 0}  # fmt: skip
+                 if (d := getattr(both, key)) and d.clear and sign * d.value > 0}  # fmt: skip
         if clear:
             size = f" ({form[0].format(100 * clear[0].value)})" if len(members) == 1 else ""
             by_places.setdefault(tuple(clear), []).append(label + size)

@@ -24,10 +24,9 @@ from rich.text import Text
 
 from fairvar.common.files import csv_text
 from fairvar.errors import BadInput, unknown
+from fairvar.scores import MISSING, UNDEFINED
 
-MISSING = "–"  # never measured
 DIVERGED = "div."  # measured, and not a finite number
-UNDEFINED = "undef."  # measured, but the formula ends in 0/0
 UNLIMITED = 100_000  # characters in a line
 
 

@@ -44,7 +44,6 @@ from fairvar.engine.keys import fingerprint, swept
 from fairvar.errors import IntegrityError, RunFailed
 from fairvar.runs import formats
 from fairvar.runs.config import Config, assign
-from fairvar.runs.formats import condensed_history, load_tensors
 from fairvar.runs.identity import RECORD
 from fairvar.runs.own import facts_of
 from fairvar.runs.select import Curve
@@ -102,7 +101,7 @@ class Condensed(Stored):
         facts, where = self.manifest, self.folder / "curves.safetensors"
         try:
             content = formats.read_sealed(self.folder, facts, where.name)
-            curves = {name: leaf.numpy() for name, leaf in load_tensors(content).items()}
+            curves = {name: leaf.numpy() for name, leaf in formats.load_tensors(content).items()}
             rounds = _checked_curves(curves, self.config.train.rounds)
             models = sorted({name.split("/")[0] for name in curves} - {"rounds"})
             if facts["diverged"] != (not rounds) or facts["last"].keys() - models:
@@ -186,7 +185,7 @@ def _run_files(run: StoredRun) -> dict[str, bytes]:
     if run.manifest.get("condensed"):
         return {**read, "manifest.json": seal(run.manifest)}
     facts = {k: v for k, v in run.manifest.items() if k not in ("sha256", "seal")}
-    read["history.safetensors"] = condensed_history(read["history.safetensors"])
+    read["history.safetensors"] = formats.condensed_history(read["history.safetensors"])
     return formats.with_manifest(read, {**facts, "condensed": True})
 
 

@@ -234,14 +234,10 @@ def _loads(text: str) -> dict[str, Any]:
 
 
 def _depth(value: Any) -> int:
-    """The depth of nested sections and lists, counted up to one more than is allowed."""
-    level, found = [value], 0
-    while level and found <= MOST_LEVELS:
-        parts = [
-            v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)
-        ]
-        level, found = [inner for part in parts for inner in part], found + bool(parts)
-    return found
+    """The depth of nested sections and lists."""
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
 
 
 def merge_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

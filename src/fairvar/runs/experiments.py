@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,11 +168,8 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-@contextmanager
-def shown_if(progress: bool, title: str) -> Iterator[Report]:
-    quiet: Report = lambda done, total, what: None  # noqa: E731
-    with progress_bar(title) if progress else nullcontext(quiet) as report:
-        yield report
+def shown_if(progress: bool, title: str) -> AbstractContextManager[Report]:
+    return progress_bar(title) if progress else nullcontext(lambda done, total, what: None)
 
 
 @contextmanager

@@ -83,9 +83,8 @@ class SweepSettings(Checked, frozen=True, kw_only=True):
             self._check_grid(key, values)
 
     def _check_grid(self, key: str, values: list[Any]) -> None:
-        for other, lists in INSTEAD.items():
-            if key == other:
-                raise BadInput(f"sweep.grid.{key}: give {lists} instead")
+        if key in INSTEAD:
+            raise BadInput(f"sweep.grid.{key}: give {INSTEAD[key]} instead")
         if key in PLACES or key.partition(".")[0] in ("select", "name"):
             raise BadInput(f"sweep.grid.{key}: it changes no result, so that all runs are the same")
         if not values:

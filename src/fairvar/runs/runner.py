@@ -14,7 +14,6 @@ it stores the runs one by one has nothing to train again.
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -29,6 +28,7 @@ from filelock import Timeout
 from torch import nn
 
 from fairvar.common.files import seal, write_bytes
+from fairvar.common.process import note
 from fairvar.data import deal, load_federation
 from fairvar.data.federation import Federation
 from fairvar.engine.grid import Member, members_that_fit, train_grid, trains_together
@@ -40,7 +40,6 @@ from fairvar.errors import BadInput, FairvarError, IntegrityError, RunFailed
 from fairvar.models import build, load_weights
 from fairvar.runs import formats, own
 from fairvar.runs.config import Config
-from fairvar.runs.formats import pack_checkpoint, pack_history, pack_state, unpack_checkpoint
 from fairvar.runs.identity import RECORD, data_sha256, identity_of, recorded_identity
 from fairvar.runs.stored import Deployed, final_scores, read_manifest
 from fairvar.scores import metric_facts
@@ -151,7 +150,7 @@ def compute(cells: Sequence[Config], home: Path, watch: Watch) -> list[History]:
     several = len(cells) > 1
 
     def write(number: int, made: list[Checkpoint]) -> None:
-        packed = map(pack_checkpoint, made, keys)
+        packed = map(formats.pack_checkpoint, made, keys)
         formats.write_checkpoint(home, number, dict(zip(names, packed, strict=True)))
 
     keep = keeper(watch, cells[0].train.rounds, write, at_end=several)
@@ -179,14 +178,14 @@ def _checkpoints(
             if packed.keys() != set(names):
                 raise IntegrityError("it belongs to another run")
             parts = (packed[name] for name in names)
-            found.append(list(map(unpack_checkpoint, parts, keys)))
+            found.append(list(map(formats.unpack_checkpoint, parts, keys)))
         except IntegrityError as error:
             _pass_over(home, error)
     return sorted(found, key=lambda made: -max(c.state.round for c in made))
 
 
 def _pass_over(home: Path, error: FairvarError) -> None:
-    print(f"fairvar: a checkpoint in {home} is not continued: {error}", file=sys.stderr)
+    note(f"fairvar: a checkpoint in {home} is not continued: {error}")
 
 
 def _blame(cells: Sequence[Config], error: BadInput) -> BadInput:
@@ -247,8 +246,8 @@ def run_files(
     files = {
         **(more or {}),
         "config.toml": config.to_toml().encode(),
-        "history.safetensors": pack_history(history),
-        "state.safetensors": pack_state(history.state),
+        "history.safetensors": formats.pack_history(history),
+        "state.safetensors": formats.pack_state(history.state),
     }
     facts: dict[str, Any] = {
         "name": config.name,
@@ -382,24 +381,17 @@ def parts_to_do(group: RunGroup, out: Path) -> list[RunGroup]:
         return [group]
     known, found = {_name(cell): cell for cell in group}, list[RunGroup]()
     for name in [name for name in known if name not in todo]:
-        before = _trained_with(out / name)
+        before = dict.fromkeys((read_manifest(out / name) or {}).get("group", []))
         if not todo.keys() & before:
             continue
-        if known.keys() >= set(before):
+        if known.keys() >= before.keys():
             found.append(tuple(known[n] for n in before))
             todo = {n: cell for n, cell in todo.items() if n not in before}
         else:
-            print(f"fairvar: the plan lacks some of the runs that trained with {out / name}; what "
-                  "is missing of them may differ in its last bits", file=sys.stderr)  # fmt: skip
+            note(f"fairvar: the plan lacks some of the runs that trained with {out / name}; what "
+                 "is missing of them may differ in its last bits")  # fmt: skip
             break
     return [*found, *([tuple(todo.values())] if todo else [])]
-
-
-def _trained_with(folder: Path) -> list[str]:
-    """The names of the runs that a stored run trained with, itself among them."""
-    listed = (read_manifest(folder) or {}).get("group", [])
-    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-    return list(dict.fromkeys(names))
 
 
 def _finish(part: RunGroup, out: Path, watch: Watch) -> None:

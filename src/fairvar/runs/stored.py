@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,21 +30,11 @@ from fairvar.engine.state import State, no_state
 from fairvar.errors import BadInput, IntegrityError, shown
 from fairvar.methods import METHODS, Method
 from fairvar.models.weights import WEIGHT_FILES, read_tensors
+from fairvar.runs import formats
 from fairvar.runs.config import Config, parse_toml
-from fairvar.runs.formats import (
-    MANIFEST,
-    Saved,
-    agree,
-    inside,
-    is_complete,
-    read_record,
-    read_sealed,
-    unpack_history,
-    unpack_saved,
-    unpack_state,
-)
 from fairvar.runs.identity import recorded_identity, version_of
 from fairvar.runs.own import OwnMethod, find_method, recorded_method
+from fairvar.scores import ACCURACY, MISSING, UNDEFINED, recorded_metric
 
 Text = Annotated[str, Meta(max_length=1000, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 Digits = Annotated[str, Meta(pattern=r"\A[0-9A-Za-z]{1,64}\Z")]  # becomes part of a path
@@ -203,12 +194,13 @@ class RunManifest(Manifest, frozen=True, kw_only=True):
     result: dict[ScoreName, ScoresRecord]
     provenance: Provenance = msgspec.field(name="birth")
     condensed: bool = False
+    group: tuple[Text, ...] = ()  # the names of the runs that it trained with, itself among them
 
 
 # -- folders ---------------------------------------------------------------------------------------
 def read_manifest(folder: Path, kind: type[Manifest] = RunManifest) -> dict[str, Any] | None:
     """The manifest of a finished run; None if it is unfinished."""
-    return read_record(folder / MANIFEST, kind, f"delete {folder} and run again")
+    return formats.read_record(folder / formats.MANIFEST, kind, f"delete {folder} and run again")
 
 
 def verify(folder: Path) -> dict[str, Any] | None:
@@ -216,7 +208,7 @@ def verify(folder: Path) -> dict[str, Any] | None:
     manifest = read_manifest(folder)
     if manifest is not None:
         for name in manifest["sha256"]:
-            read_sealed(folder, manifest, name)
+            formats.read_sealed(folder, manifest, name)
     return manifest
 
 
@@ -236,7 +228,7 @@ class Stored:
             raise IntegrityError(f"{folder} holds no finished run (it has no manifest)")
         path = folder / "config.toml"
         record = check(manifest, cls.kind)
-        config = stored_config(path, read_sealed(folder, manifest, path.name), record)
+        config = stored_config(path, formats.read_sealed(folder, manifest, path.name), record)
         found = cls(folder, config, manifest)
         found.check_manifest(record)
         _check_same_data(folder, record.partition, config)
@@ -269,7 +261,7 @@ class StoredRun(Stored):
 
     def check_manifest(self, manifest: RunManifest) -> None:
         found, config, rounds = self.identity, self.config, self.config.train.rounds
-        agree(
+        formats.agree(
             f"the run in {self.folder}",
             fingerprint=(manifest.fingerprint, fingerprint(config)),
             settings=(found.settings, fingerprint(config)),
@@ -287,9 +279,10 @@ class StoredRun(Stored):
     def history(self, with_state: bool = True) -> History:
         """`with_state` False: with an empty state, so that the final model is not read."""
         state = self.state() if with_state else no_state(int(self.manifest["rounds"]))
+        method, facts = self.config.method, self.manifest
         found = self._read(
             "history.safetensors",
-            lambda content: unpack_history(content, state, self.config.method, self.manifest),
+            lambda content: formats.unpack_history(content, state, method, facts),
         )
         _check_same_history(self, found)
         return found
@@ -298,13 +291,13 @@ class StoredRun(Stored):
         """The final state, which condensed runs do not have."""
         if self.manifest.get("condensed"):
             return no_state(int(self.manifest["rounds"]))
-        state = self._read("state.safetensors", unpack_state)
+        state = self._read("state.safetensors", formats.unpack_state)
         if not 0 <= state.round <= self.config.train.rounds:
             raise IntegrityError(f"{self.folder}: its state is of round {state.round}")
         return state
 
     def _read(self, name: str, unpack: Callable[[bytes], T]) -> T:
-        content = read_sealed(self.folder, self.manifest, name)
+        content = formats.read_sealed(self.folder, self.manifest, name)
         try:
             return unpack(content)
         except IntegrityError as error:
@@ -341,7 +334,7 @@ def _check_same_data(folder: Path, partition: PartitionRecord, config: Config) -
         "fraction": (partition.fraction, config.data.fraction),
         "samples": (partition.samples, config.data.samples),
     }
-    agree(folder, **{fact: pair for fact, pair in pairs.items() if pair[0] is not None})
+    formats.agree(folder, **{fact: pair for fact, pair in pairs.items() if pair[0] is not None})
 
 
 def _check_same_history(run: StoredRun, history: History) -> None:
@@ -362,7 +355,7 @@ def _check_same_history(run: StoredRun, history: History) -> None:
         }
     counters = (history.exchanges, history.bytes_down, history.bytes_up)
     named = [f"{what}_per_client" for what in ("exchanges", "bytes_down", "bytes_up")]
-    agree(
+    formats.agree(
         f"the history of the run in {run.folder}",
         clients=(history.clients, run.config.data.clients),
         samples=(samples, sizes),
@@ -375,13 +368,13 @@ def recorded_federation(run: StoredRun) -> dict[str, Any] | None:
     """The partition of a stored run with its class counts, if it is stored in the same folder."""
     sha = str(run.manifest["passport"].get("sha256", "unknown"))
     try:
-        path = inside(run.folder.parent / "federations", f"{sha[:16]}.json")
+        path = formats.inside(run.folder.parent / "federations", f"{sha[:16]}.json")
     except IntegrityError as error:
         raise IntegrityError(f"the manifest of {run.folder} names a partition: {error}") from None
-    found = read_record(path, FederationRecord, "delete it")
+    found = formats.read_record(path, FederationRecord, "delete it")
     if found is not None:
         facts, same = run.manifest["passport"], ("sha256", "clients", "sizes", "classes_by_client")
-        agree(path, **{fact: (found.get(fact), facts.get(fact)) for fact in same})
+        formats.agree(path, **{fact: (found.get(fact), facts.get(fact)) for fact in same})
     return found
 
 
@@ -396,6 +389,24 @@ def final_scores(history: History) -> dict[str, dict[str, float]]:
                 name: float(scores[name]) for name in ScoresRecord.__struct_fields__
             }
     return found
+
+
+def score_rows(manifest: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The same numbers of a stored run as text: heads, and a row for each split and model."""
+    metric = recorded_metric(manifest) or ACCURACY
+    columns = {"mean": (metric.title + metric.unit, 2), "variance_over_clients": ("variance", 3),
+               "noise_floor": ("noise floor", 3), "corrected_variance": ("corrected", 3),
+               "worst_10_percent": ("worst 10 %", 2)}  # fmt: skip
+
+    def text(name: str, value: float) -> str:
+        if name in ("noise_floor", "corrected_variance") and not metric.has_noise_floor:
+            return MISSING
+        form = f"z.{columns[name][1]}f" if metric.factor == 100 else ".4g"
+        return f"{metric.factor * value:{form}}" if math.isfinite(value) else UNDEFINED
+
+    rows = [[name, *(text(key, scores[key]) for key in columns)]
+            for name, scores in sorted(manifest["result"].items())]  # fmt: skip
+    return [head for head, _ in columns.values()], rows
 
 
 # -- `fairvar.load` --------------------------------------------------------------------------------
@@ -424,29 +435,29 @@ def load(path: str | Path) -> History | State | Tree:
                            f"files end in {', '.join(WEIGHT_FILES)}")  # fmt: skip
         tensors = read_tensors(path)
         stored = tensors.keys() >= {"round", "mean_loss"}  # the state of a stored run
-        return unpack_state(content) if stored else tensors
+        return formats.unpack_state(content) if stored else tensors
     found = unpack_files(content)
     try:
         if "history.safetensors" in found:
-            return unpack_saved(found["history.safetensors"], _method_of)
+            return formats.unpack_saved(found["history.safetensors"], _method_of)
         if "state.safetensors" in found:
-            return unpack_state(found["state.safetensors"])
+            return formats.unpack_state(found["state.safetensors"])
     except IntegrityError as error:
         raise IntegrityError(f"{path}: {error}") from None
     raise IntegrityError(f"{path} is damaged, or no file of History.save or State.save")
 
 
 def _load_run(folder: Path) -> History:
-    if is_complete(folder):
+    if formats.is_complete(folder):
         return StoredRun.open(folder).history()
-    runs = sum(is_complete(inner) for inner in folder.iterdir() if inner.is_dir())
+    runs = sum(formats.is_complete(inner) for inner in folder.iterdir() if inner.is_dir())
     if runs:
         raise BadInput(f"{folder} holds {runs} runs: give the folder of one of them, or compare "
                        "them all with fairvar.compare")  # fmt: skip
     raise BadInput(f"{folder} holds no finished run; give the folder of one, or a file")
 
 
-def _method_of(saved: Saved) -> Method:
+def _method_of(saved: formats.Saved) -> Method:
     """The method of a saved history. Its class must be known here: files hold no code."""
     tag = saved.method.get("name")
     kinds = {kind.__struct_config__.tag: kind for kind in _subclasses(Method)} | METHODS

@@ -351,9 +351,7 @@ def _worker(task: WorkerTask, number: int, ready: Any, failing: Any) -> None:
             ready.value = 1
             first = Config.from_dict(next(iter(task.groups[0].values())))
             mine = device_for(number, first.train.device, torch.cuda.device_count())
-            if (
-                mine != first.train.device
-            ):  # make "cuda" mean this worker's GPU, in no configuration
+            if mine != first.train.device:  # then "cuda" means this worker's GPU
                 torch.cuda.set_device(mine)
             pulse = Pulse(task.numbers, number, lambda: None)
             stopping = lambda: bool(task.stop.value) or leaving.is_set()  # noqa: E731

@@ -39,7 +39,7 @@ from flwr.supercore.differential_privacy import KEY_CLIPPING_NORM
 from fairvar.data.client_data import ClientData
 from fairvar.data.federation import Federation
 from fairvar.data.fetch import cache_dir
-from fairvar.deploy.client import SAMPLES, Client, Stamp, contribution, only
+from fairvar.deploy.client import SAMPLES, Client, Stamp, contribution
 from fairvar.deploy.client import Message as Plain
 from fairvar.deploy.flower.setup import (
     OWN_DATA,
@@ -154,7 +154,7 @@ def embedded_part(context: Context) -> ClientData:
     if setup.own_data:
         raise BadInput(f'data = "{OWN_DATA}": the function `data` of the app must read the data of '
                        "this node, but it gives part of an embedded set")  # fmt: skip
-    mine = only(federation_of(setup.config), number)
+    mine = federation_of(setup.config).only([number])
     parts = {name: (s.x, s.y) for name, s in mine.splits.items() if len(s.y) or name == "train"}
     return Part(**parts, name=site_of(context))
 

@@ -50,18 +50,7 @@ from fairvar.engine.state import DoesNotFit, Outcome, State
 from fairvar.engine.train import Checkpoint
 from fairvar.errors import BadInput, IntegrityError, RunFailed
 from fairvar.methods.base import Method
-from fairvar.runs.formats import (
-    check_writable,
-    is_complete,
-    lock_of,
-    pack_checkpoint,
-    read_checkpoints,
-    read_sealed,
-    store_run,
-    unpack_checkpoint,
-    write_checkpoint,
-    write_text,
-)
+from fairvar.runs import formats
 from fairvar.runs.identity import (
     DEPLOYED_FILE,
     code_of,
@@ -71,24 +60,21 @@ from fairvar.runs.identity import (
     version_of,
 )
 from fairvar.runs.runner import federation_of, record_federation, run_files
-from fairvar.runs.stored import Deployed, StoredRun
+from fairvar.runs.stored import Deployed, StoredRun, score_rows
 
 FAILED = "failed.txt"
 SECONDS_FOR_ANOTHER = 60.0  # to wait for the lock of another server of this run
-COLUMNS = {"mean": ("accuracy %", 2), "variance_over_clients": ("variance", 3),
-           "noise_floor": ("noise floor", 3), "corrected_variance": ("corrected", 3),
-           "worst_10_percent": ("worst 10 %", 2)}  # fmt: skip
 WIDTH = 160  # of the summary, whose output is usually no terminal
 MAX_SITES = 30  # with more, the summary does not list every site
 
 
 def run_on(grid: Grid, setup: Setup) -> Path:
     """Train on this grid; returns the folder of the finished run."""
-    check_writable(setup.out)
+    formats.check_writable(setup.out)
     torch.set_num_threads(setup.config.train.threads)
     folder = folder_of(setup)
     with _one_server(folder):
-        if is_complete(folder):
+        if formats.is_complete(folder):
             LOG.info("this run is finished already")
             print_summary(folder)
             return folder
@@ -97,7 +83,7 @@ def run_on(grid: Grid, setup: Setup) -> Path:
             history, notes = _rounds(grid, setup, folder)
             _store(setup, folder, history, notes)
         except Exception as error:
-            write_text(folder / FAILED, f"{error or type(error).__name__}\n")
+            formats.write_text(folder / FAILED, f"{error or type(error).__name__}\n")
             raise
     print_summary(folder)
     return folder
@@ -107,7 +93,7 @@ def run_on(grid: Grid, setup: Setup) -> Path:
 def _one_server(folder: Path) -> Iterator[None]:
     """Hold the lock of the run; waits a while for a server that is stopping."""
     try:
-        with lock_of(folder, SECONDS_FOR_ANOTHER):
+        with formats.lock_of(folder, SECONDS_FOR_ANOTHER):
             folder.mkdir(exist_ok=True)
             yield
     except Timeout:
@@ -129,7 +115,7 @@ def _rounds(grid: Grid, setup: Setup, folder: Path) -> Federated:
 
     def keep(done: int, make: Callable[[], Checkpoint]) -> None:
         made = make()
-        write_checkpoint(folder, done, {folder.name: pack_checkpoint(made, key)})
+        formats.write_checkpoint(folder, done, {folder.name: formats.pack_checkpoint(made, key)})
         LOG.info(
             "round %s of %s%s", done, setup.config.train.rounds, round_line(made, agreed.clients)
         )
@@ -172,7 +158,7 @@ def _store(setup: Setup, folder: Path, history: History, notes: Notes) -> None:
     )
     identity = _identity(setup)
     files = run_files(setup.config, history, passport, more, identity, deployed=deployed)
-    store_run(folder, files)
+    formats.store_run(folder, files)
     limits = (("weight_cap", "limited", "a client's weight"),
               ("norm_bound", "shortened", "what a client sent"))  # fmt: skip
     for setting, column, what in limits:
@@ -213,16 +199,13 @@ def print_summary(folder: Path) -> None:
     """Print the fairness of a finished run, the scores of its sites, and the refused replies."""
     run = StoredRun.open(folder)
     history, refused = run.history(), run.manifest["birth"]["refused"]
-    terms = msgspec.json.decode(read_sealed(folder, run.manifest, DEPLOYED_FILE))
+    terms = msgspec.json.decode(formats.read_sealed(folder, run.manifest, DEPLOYED_FILE))
     names = {int(client): name for client, name in terms.get("sites", {}).items()}
-    heads = [title for title, _ in COLUMNS.values()]
-    rows = [[name, *(f"{100 * scores[key]:.{digits}f}" for key, (_, digits) in COLUMNS.items())]
-            for name, scores in sorted(run.manifest["result"].items())]  # fmt: skip
-    rounds = history.state.round
+    (heads, rows), rounds = score_rows(run.manifest), history.state.round
     print(f"\n{run.manifest['method']} after {rounds} round{'s' * (rounds != 1)}")
     if rows:
         _print_columns([["clients' fairness", *heads], *rows])
-        print("(variance over clients in fraction² × 100)")
+        print(f"(variance over clients in {history.metric.in_variances})")
     split = next((s for s in ("test", "valid") if (s, "global") in history.evaluated_loss), None)
     if split is not None and history.clients <= MAX_SITES and len(history.evaluated):
         _print_columns(_by_site(history, split, names))
@@ -343,12 +326,12 @@ def _checkpoints(setup: Setup, folder: Path) -> list[Checkpoint]:
     rounds on real nodes must not be discarded silently. Other versions of fairvar or torch may
     resume."""
     identity, found, refused = _identity(setup), list[Checkpoint](), list[str]()
-    for payload in (part for files in read_checkpoints(folder) for part in files.values()):
+    for payload in (part for files in formats.read_checkpoints(folder) for part in files.values()):
         try:
-            checkpoint = unpack_checkpoint(payload, {"identity": identity.sha256})
+            checkpoint = formats.unpack_checkpoint(payload, {"identity": identity.sha256})
             check_start(setup.agreed, checkpoint)
             found.append(checkpoint)
-            unpack_checkpoint(payload, checkpoint_key(identity))
+            formats.unpack_checkpoint(payload, checkpoint_key(identity))
         except (IntegrityError, DoesNotFit) as error:
             refused.append(str(error))
             LOG.warning("a checkpoint in %s: %s", folder, error)
