@@ -11,6 +11,7 @@ from fairvar.common.validation import NonNegative
 from fairvar.methods.base import LossData, Memory, Method, Replies
 
 RANK = 1e-10  # eigenvalues below this share of the largest are zero
+SMALLEST = 1e-290  # of a squared length: the inverse of a smaller one may overflow
 
 
 class AdaFed(Method, frozen=True, tag="adafed"):
@@ -24,7 +25,9 @@ class AdaFed(Method, frozen=True, tag="adafed"):
     """
 
     reference: ClassVar[str] = "Hamidi, Yang 2024"
-    when: ClassVar[str] = "losses should fall at prescribed rates; few clients, different gradients"
+    when: ClassVar[str] = (
+        "losses should fall at prescribed rates; few clients with different gradients"
+    )
     sends: ClassVar[tuple[str, ...]] = ("model update", "loss")
     each_separately: ClassVar[bool] = True
     fairness_knob: ClassVar[str | None] = "gamma"
@@ -48,8 +51,9 @@ class AdaFed(Method, frozen=True, tag="adafed"):
             K = K / torch.outer(length, length)
         # Losses below zero have no rate: the run diverges instead of standing still or climbing.
         c = torch.where(replies.loss >= 0, replies.loss, torch.nan) ** self.gamma
-        finite = torch.isfinite(K).all()  # torch finds no eigenvalues of others
-        solved = torch.linalg.pinv(torch.where(finite, K, 0.0), rtol=RANK, hermitian=True) @ c
+        # torch finds no eigenvalues of K that are not finite, and inverts none that vanish.
+        solvable = torch.isfinite(K).all() & (K.diagonal().max() > SMALLEST)
+        solved = torch.linalg.pinv(torch.where(solvable, K, 0.0), rtol=RANK, hermitian=True) @ c
         # Zero where c is orthogonal to all that the updates can do: no common direction exists.
         stuck = c @ solved * K.diagonal().sum() <= RANK * (c @ c)
         return torch.where(stuck, 0.0, solved / (c @ solved)) / length, memory

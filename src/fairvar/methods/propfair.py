@@ -25,7 +25,7 @@ class PropFair(Method, frozen=True, tag="propfair"):
 
     reference: ClassVar[str] = "Zhang, Malekmohammadi, Chen, Yu 2023"
     when: ClassVar[str] = (
-        "first choice with secure aggregation: FedAvg's traffic, losses stay on clients"
+        "first choice with secure aggregation; FedAvg's traffic, losses stay on the clients"
     )
     fairness_knob: ClassVar[str | None] = "base"
 

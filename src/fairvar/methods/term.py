@@ -22,7 +22,7 @@ class TERM(Method, frozen=True, tag="term"):
 
     reference: ClassVar[str] = "Li, Beirami, Sanjabi, Smith 2021"
     when: ClassVar[str] = (
-        "first choice with losses at the server: smooth, one knob from FedAvg to the worst"
+        "first choice where the server may see losses; one number from FedAvg to the worst client"
     )
     sends: ClassVar[tuple[str, ...]] = ("model update", "loss")
     each_separately: ClassVar[bool] = True  # the shift by the largest loss

@@ -150,18 +150,24 @@ def save(figure: Figure, folder: Path | str, stem: str) -> list[Path]:
         for kind, keys in KINDS.items():
             paths.append(folder / f"{stem}.{kind}")
             figure.savefig(paths[-1], dpi=150, metadata=dict.fromkeys(keys))
-    lines = {line.get_color() for axes in figure.axes for line in axes.lines}
-    _to_palette(paths[0], 128 if len(lines) <= MANY + 2 else 256)
+    _to_palette(paths[0], {line.get_color() for axes in figure.axes for line in axes.lines})
     return paths
 
 
-def _to_palette(png: Path, colours: int) -> None:
-    """Uses a palette: figures have few colours, and the file is a third as large."""
+def _to_palette(png: Path, drawn: set[Any]) -> None:
+    """Uses a palette: figures have few colours, and the file is a third as large. It has the
+    colours of the lines and then the most frequent ones; a median cut merges small markers."""
+    from matplotlib.colors import to_rgb
     from PIL import Image  # matplotlib needs it as well
 
     with Image.open(png) as picture:
-        plain = picture.convert("RGB").quantize(colours, dither=Image.Dither.NONE)
-    plain.save(png, optimize=True)
+        plain = picture.convert("RGB")
+    lines = sorted(tuple(round(255 * part) for part in to_rgb(colour)) for colour in drawn)
+    counted: Any = plain.getcolors(plain.width * plain.height)
+    colours = [*lines, *(colour for _, colour in sorted(counted, reverse=True))][:256]
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([part for colour in colours for part in colour])
+    plain.quantize(palette=palette, dither=Image.Dither.NONE).save(png, optimize=True)
 
 
 _PLACES = re.compile(r' (?:d|x|y)="[^"]*"')
