@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+import numpy as np
+
 from fairvar import metrics
 from fairvar.errors import BadInput
 from fairvar.scores import Floats as Floats
@@ -161,13 +163,16 @@ def _to_palette(png: Path, drawn: set[Any]) -> None:
     from PIL import Image  # matplotlib needs it as well
 
     with Image.open(png) as picture:
-        plain = picture.convert("RGB")
-    lines = sorted(tuple(round(255 * part) for part in to_rgb(colour)) for colour in drawn)
-    counted: Any = plain.getcolors(plain.width * plain.height)
-    colours = [*lines, *(colour for _, colour in sorted(counted, reverse=True))][:256]
-    palette = Image.new("P", (1, 1))
-    palette.putpalette([part for colour in colours for part in colour])
-    plain.quantize(palette=palette, dither=Image.Dither.NONE).save(png, optimize=True)
+        red, green, blue = np.asarray(picture.convert("RGB"), np.int32).transpose(2, 0, 1)
+    shape, codes = red.shape, (red << 16 | green << 8 | blue).ravel()
+    found, place, count = np.unique(codes, return_inverse=True, return_counts=True)
+    there = np.stack([found >> 16, found >> 8 & 255, found & 255], 1)
+    lines = np.array(sorted(map(to_rgb, drawn))).reshape(-1, 3) * 255
+    colours = np.vstack([lines.round().astype(np.int32), there[np.argsort(-count, kind="stable")]])
+    nearest = ((there[:, None] - colours[None, :256]) ** 2).sum(-1).argmin(1)
+    plain = Image.fromarray(nearest[place].reshape(shape).astype(np.uint8))
+    plain.putpalette(colours[:256].astype(np.uint8).tobytes())
+    plain.save(png, optimize=True)
 
 
 _PLACES = re.compile(r' (?:d|x|y)="[^"]*"')
