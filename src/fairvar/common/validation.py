@@ -68,13 +68,12 @@ def reason(error: msgspec.ValidationError, kind: Any) -> str:
 
 def bounds(kind: Any) -> list[str]:
     """The bounds of a number, without the one that stands for "finite"."""
-    found = [
-        (sign, getattr(meta, name, None))
-        for meta in getattr(kind, "__metadata__", ())
-        for name, sign in {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}.items()
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    given = [
+        (signs[k], getattr(m, k, None)) for m in getattr(kind, "__metadata__", ()) for k in signs
     ]
     inner = [bound for part in get_args(kind) for bound in bounds(part)]
-    return [f"{sign} {v:g}" for sign, v in found if v is not None and abs(v) < 1e9] or inner
+    return [f"{sign} {v:g}" for sign, v in given if v is not None and abs(v) < 1e9] or inner
 
 
 def literals(kind: Any) -> list[Any]:

@@ -11,7 +11,6 @@ from fairvar.common.validation import NonNegative
 from fairvar.methods.base import LossData, Memory, Method, Replies
 
 RANK = 1e-10  # eigenvalues below this share of the largest are zero
-SMALLEST = 1e-290  # of a squared length: the inverse of a smaller one may overflow
 
 
 class AdaFed(Method, frozen=True, tag="adafed"):
@@ -25,9 +24,7 @@ class AdaFed(Method, frozen=True, tag="adafed"):
     """
 
     reference: ClassVar[str] = "Hamidi, Yang 2024"
-    when: ClassVar[str] = (
-        "losses should fall at prescribed rates; few clients with different gradients"
-    )
+    when: ClassVar[str] = "losses should fall at prescribed rates; few clients, different gradients"
     sends: ClassVar[tuple[str, ...]] = ("model update", "loss")
     each_separately: ClassVar[bool] = True
     fairness_knob: ClassVar[str | None] = "gamma"
@@ -51,8 +48,8 @@ class AdaFed(Method, frozen=True, tag="adafed"):
             K = K / torch.outer(length, length)
         # Losses below zero have no rate: the run diverges instead of standing still or climbing.
         c = torch.where(replies.loss >= 0, replies.loss, torch.nan) ** self.gamma
-        # torch finds no eigenvalues of K that are not finite, and inverts none that vanish.
-        solvable = torch.isfinite(K).all() & (K.diagonal().max() > SMALLEST)
+        # Without eigenvalues if K is not finite; smaller ones have inverses that overflow.
+        solvable = torch.isfinite(K).all() & (K.diagonal().max() > 1e-290)
         solved = torch.linalg.pinv(torch.where(solvable, K, 0.0), rtol=RANK, hermitian=True) @ c
         # Zero where c is orthogonal to all that the updates can do: no common direction exists.
         stuck = c @ solved * K.diagonal().sum() <= RANK * (c @ c)

@@ -30,9 +30,7 @@ class FairGrad(Regularised, frozen=True, tag="fairgrad"):
     parameter, unless a parameter has this name.
     """
 
-    when: ClassVar[str] = (
-        "clients pull in different directions; losses stay private; slow steps are acceptable"
-    )
+    when: ClassVar[str] = "clients pull apart; losses stay private; three times the work"
     sends: ClassVar[tuple[str, ...]] = ("model update", "gradient")
 
     ema: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
