@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ from fairvar.data import quadratics
 from fairvar.deploy.client import ROUNDS, Agreement
 from fairvar.deploy.guard import FederationSettings
 from fairvar.deploy.run import LocalTransport, federate, local_clients
+from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.methods import Replies
 from fairvar.runs.formats import load_tensors
@@ -223,6 +225,21 @@ def deployed_run(
     )
 
 
+def grid_run(
+    data: fv.Federation, method: fv.Method, start: Start, rounds: int, **train: object
+) -> fv.History:
+    """The first of three runs that train together, with other numbers and learning rates."""
+    members = [
+        Member(
+            module_of(start),
+            msgspec.structs.replace(method, **{k: v * part for k, v in method.numbers.items()}),
+            TrainSettings(rounds=rounds, lr=0.1 * part, dtype="float64", **train),  # type: ignore[arg-type]
+        )
+        for part in (1.0, 0.9, 0.7)
+    ]
+    return train_grid(members, data, "mse", EvaluateSettings(every=1))[0]
+
+
 def with_personal(history: fv.History, kept: list[bytes]) -> fv.History:
     """With the personal models that the clients have kept, which the server does not see."""
     if not kept:
@@ -235,7 +252,10 @@ def with_personal(history: fv.History, kept: list[bytes]) -> fv.History:
 def run_by(
     engine: str, data: fv.Federation, method: fv.Method, start: Start, rounds: int, **train: object
 ) -> fv.History:
-    """A kernel of this name; "deployed" and "flower": through messages, in this process."""
+    """A kernel of this name; "grid": together with other runs; "deployed" and "flower": through
+    messages, in this process."""
+    if engine == "grid":
+        return grid_run(data, method, start, rounds, **train)
     if engine == "deployed":
         return deployed_run(data, method, start, rounds, **train)
     if engine == "flower":

@@ -155,11 +155,12 @@ def test_the_table_of_the_documentation_is_that_of_the_code(capsys):
         if len(cells) == 7 and cells[0].startswith("["):
             for place, label in enumerate(re.sub(r"\[|\]\([^)]*\)", "", cells[0]).split(", ")):
                 exchanges = cells[2].split(", ")
-                rows[label] = (exchanges[min(place, len(exchanges) - 1)], cells[3], cells[5])
+                counted = exchanges[min(place, len(exchanges) - 1)]
+                rows[label] = (counted, cells[3], cells[5], cells[6])
     built_in = {str(kind.__struct_config__.tag) for kind in BUILT_IN}
     expected = {
         e["label"]: (str(e["exchanges"]), f"{e['down']} / {e['up']}".replace("1s", "1"),
-                     "yes" if e["sums_suffice"] else "no")
+                     "yes" if e["sums_suffice"] else "no", e["when"])
         for e in json.loads(call(capsys, "methods", "--json")[1]) if e["name"] in built_in
     }  # fmt: skip
     assert rows == expected

@@ -392,6 +392,27 @@ def test_a_broken_local_rule_is_found(
         follows_rule(name, "reference")
 
 
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda: fv.Superquantile(1.2), "Superquantile.share = 1.2: must be a number > 0 and <= 1"),
+        (lambda: fv.GIFAIR(1.0), "GIFAIR.strength = 1: must be a number >= 0 and < 1"),
+        (lambda: fv.FedMGDA(eps=-1.0), "FedMGDA.eps = -1: must be a number >= 0 and <= 1"),
+        (lambda: fv.FedEBA(angle=91.0), "FedEBA.angle = 91: must be a number >= 0 and <= 90"),
+        (lambda: fv.FairGrad(0.1, ema=1.0), "FairGrad.ema = 1: must be a number >= 0 and < 1"),
+        (lambda: fv.TERM(-1.0), "TERM.tilt = -1: must be a number >= 0"),
+        (
+            lambda: fv.Ditto(personal_steps=0),
+            "Ditto.personal_steps = 0: must be a whole number >= 1",
+        ),
+    ],
+)
+def test_a_number_out_of_range_is_told_the_range(make: Callable[[], fv.Method], line: str) -> None:
+    with pytest.raises(fv.BadInput) as caught:
+        make()
+    assert str(caught.value).replace(".0:", ":") == line
+
+
 INDIFFERENT = (fv.QFFL(q=0.0), fv.TERM(0.0), fv.Superquantile(1.0), fv.GIFAIR(0.0),
                fv.SemiVRed(0.0), DRFL(q=0.0))  # fmt: skip
 RESPONSIVE = [m for m in INSTANCES if m.uses_losses and not m.uses_gram and m not in INDIFFERENT]

@@ -110,5 +110,7 @@ def test_what_is_refused() -> None:
         chosen(METHODS[-1], engine="linear")
     with pytest.raises(fv.BadInput, match=r"FairGrad.only = 'head.\*'.*1.weight, 1.bias"):
         chosen(fv.FairGrad(0.1, only="head.*"))
+    with pytest.raises(fv.BadInput, match=r"FairGrad.only = '' is the name of no parameter"):
+        chosen(fv.FairGrad(0.1, only=""))
     with pytest.raises(fv.BadInput, match=r"FairGrad\.ema = 1\.0"):
         fv.FairGrad(0.1, ema=1.0)

@@ -32,7 +32,7 @@ METHODS = {
     "FairGrad": fv.FairGrad(0.2),
     "QFFL": fv.QFFL(1.0),
 }
-ENGINES = ("reference", "pooled", "vmapped", "blocked", "linear")
+ENGINES = ("reference", "pooled", "vmapped", "blocked", "linear", "grid")
 NOT_POOLED = {"FairGrad*", "FairGrad", "QFFL"}
 PATHS = [
     (name, engine)
@@ -99,19 +99,19 @@ def test_fedfair_with_the_mean_of_this_round_is_fairloss_star(engine: str) -> No
     follows_golden("FairLoss*", engine)(FedFair(0.5, exact=True))
 
 
-@pytest.mark.parametrize("engine", ["reference", "pooled", "linear", "deployed"])
+@pytest.mark.parametrize("engine", [*ENGINES, "deployed"])
 @pytest.mark.parametrize("name", [name for name in FURTHER_GOLDEN if name.startswith("PropFair")])
 def test_propfair_with_losses_of_the_round(name: str, engine: str) -> None:
     """One full step: the batch is all data."""
     follows_golden(name, engine)(replace(FURTHER[name], losses="full"))
 
 
-@pytest.mark.parametrize("engine", ["reference", "vmapped", "linear", "deployed", "flower"])
+@pytest.mark.parametrize("engine", ["reference", "vmapped", "linear", "grid", "deployed", "flower"])
 def test_fedprox_by_hand(engine: str) -> None:
     follows_golden("FedProx", engine, local_steps=2)(fv.FedProx(1.0))
 
 
-@pytest.mark.parametrize("engine", ["reference", "vmapped", "linear", "deployed", "flower"])
+@pytest.mark.parametrize("engine", ["reference", "vmapped", "linear", "grid", "deployed", "flower"])
 def test_momentum_by_hand(engine: str) -> None:
     """Two steps of each client with momentum ½, v ← ½ v + ∇f_i, from x = (½, ½):
     client 1: v = (−.5, 1), y = (.55, .4), v = ½ v + (−.45, .8) = (−.7, 1.3), y = (.62, .27);
@@ -138,7 +138,7 @@ def test_halved_learning_rate_by_hand(engine: str) -> None:
     follows_rule("schedule", engine)
 
 
-@pytest.mark.parametrize("engine", ["reference", "pooled", "vmapped", "blocked", "linear"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_collapsed_fairloss_is_fairloss_star(engine: str) -> None:
     follows_golden("FairLoss*", engine)(fv.FairLoss(0.5, exact=True, collapsed=True))
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 import fairvar as fv
+from fairvar.common.tree import gram
+from fairvar.engine.server import Aggregator
 from fairvar.methods import Replies
 
 
@@ -232,6 +234,14 @@ def test_adafed_stays_where_no_common_direction_exists() -> None:
     assert float(weights(fv.AdaFed(), drawn(2, 4), 0 * loss).abs().max()) == 0
 
 
+@pytest.mark.parametrize("length", [1e-140, 1e-150, 1e-160, 1e-200])
+def test_adafed_stays_where_updates_have_all_but_vanished(length: float) -> None:
+    """Of a client whose model has converged to zero: 1 / ‖D‖² overflows before ‖D‖ is zero."""
+    found = weights(fv.AdaFed(), length * drawn(3, 5))
+    assert bool(found.isfinite().all())
+    assert (float(found.abs().max()) == 0) is (length < 1e-145)
+
+
 @pytest.mark.parametrize("normalise", [False, True])
 def test_adafed_has_no_rates_for_losses_below_zero(normalise: bool) -> None:
     """f^γ is not real, or of the wrong sign: the run must end as diverged, not stand still. γ = 0
@@ -252,3 +262,14 @@ def test_updates_that_are_not_finite_raise_nothing(method: fv.Method, value: flo
     updates = drawn(3, 4)
     updates[1, 2] = value
     assert weights(method, updates).shape == (3,)
+
+
+@pytest.mark.parametrize("method", [fv.FedMGDA(), fv.FedFV(), fv.AdaFed()], ids=repr)
+def test_products_that_overflow_end_the_run(method: fv.Method) -> None:
+    """Updates of 1e160 have products beyond float64: weights of zero would look like a run that
+    does not move."""
+    half = torch.full((2,), 0.5, dtype=torch.float64)
+    server = Aggregator(method, half, torch.arange(2), 2)
+    for length, ends in ((1e150, False), (1e160, True)):
+        found, _ = server.weigh({}, half, gram({"w": length * drawn(2, 4)}))
+        assert bool(found.isnan().all()) is ends

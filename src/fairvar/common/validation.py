@@ -61,7 +61,19 @@ def reason(error: msgspec.ValidationError, kind: Any) -> str:
     for old, new in WORDS.items():
         text = re.sub(rf"(`|\| ){old}\b", rf"\1{new}", text)
     text = text.replace(" | ", " or ").replace("`", "")
+    if len(found := bounds(kind)) == 2:  # msgspec names the one that does not hold
+        text = re.sub(r"[<>]=? \S+$", " and ".join(found), text)
     return text[0].lower() + text[1:]
+
+
+def bounds(kind: Any) -> list[str]:
+    """The bounds of a number, without the one that stands for "finite"."""
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    given = [
+        (signs[k], getattr(m, k, None)) for m in getattr(kind, "__metadata__", ()) for k in signs
+    ]
+    inner = [bound for part in get_args(kind) for bound in bounds(part)]
+    return [f"{sign} {v:g}" for sign, v in given if v is not None and abs(v) < 1e9] or inner
 
 
 def literals(kind: Any) -> list[Any]:

@@ -142,7 +142,10 @@ class Aggregator:
         is no Gram matrix for the runs of a grid."""
 
         def weigh(method: Method, memory: Memory, loss: Tensor) -> tuple[Tensor, Memory]:
-            return weighed(method, memory, self._replies(loss)._replace(gram=gram))
+            found, after = weighed(method, memory, self._replies(loss)._replace(gram=gram))
+            if gram is not None:  # products overflow before the updates do: such a run has diverged
+                found = torch.where(torch.isfinite(gram).all(), found, torch.nan)
+            return found, after
 
         found: tuple[Tensor, Memory] = self.each(weigh, memory, loss)
         return found

@@ -48,8 +48,9 @@ class AdaFed(Method, frozen=True, tag="adafed"):
             K = K / torch.outer(length, length)
         # Losses below zero have no rate: the run diverges instead of standing still or climbing.
         c = torch.where(replies.loss >= 0, replies.loss, torch.nan) ** self.gamma
-        finite = torch.isfinite(K).all()  # torch finds no eigenvalues of others
-        solved = torch.linalg.pinv(torch.where(finite, K, 0.0), rtol=RANK, hermitian=True) @ c
+        # Without eigenvalues if K is not finite; smaller ones have inverses that overflow.
+        solvable = torch.isfinite(K).all() & (K.diagonal().max() > 1e-290)
+        solved = torch.linalg.pinv(torch.where(solvable, K, 0.0), rtol=RANK, hermitian=True) @ c
         # Zero where c is orthogonal to all that the updates can do: no common direction exists.
         stuck = c @ solved * K.diagonal().sum() <= RANK * (c @ c)
         return torch.where(stuck, 0.0, solved / (c @ solved)) / length, memory

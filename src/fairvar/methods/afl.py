@@ -23,7 +23,7 @@ class AFL(Method, frozen=True, tag="afl"):
     """
 
     reference: ClassVar[str] = "Mohri, Sivek, Suresh 2019"
-    when: ClassVar[str] = "only the worst client matters; few clients, all of them reliable"
+    when: ClassVar[str] = "only the worst client matters; few clients, all reliable"
     sends: ClassVar[tuple[str, ...]] = ("model update", "loss")
     each_separately: ClassVar[bool] = True
     fairness_knob: ClassVar[str | None] = "step"

@@ -22,9 +22,7 @@ class Ditto(Method, frozen=True, tag="ditto"):
     """
 
     reference: ClassVar[str] = "Li, Hu, Beirami, Smith 2021"
-    when: ClassVar[str] = (
-        "every client may keep a model of its own; secure aggregation; twice the work"
-    )
+    when: ClassVar[str] = "clients may keep models of their own; secure aggregation; twice the work"
     fairness_knob: ClassVar[str | None] = "pull"
 
     pull: NonNegative = 1.0

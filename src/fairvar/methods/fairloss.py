@@ -21,7 +21,7 @@ class FairLoss(Regularised, frozen=True, tag="fairloss"):
     and forms Σ_i r_i (1 + λ(f_i − a)) ∇f_i itself.
     """
 
-    when: ClassVar[str] = "the variance of losses itself; secure aggregation; twice the traffic"
+    when: ClassVar[str] = "to reduce the variance of losses; secure aggregation; twice the traffic"
     sends: ClassVar[tuple[str, ...]] = ("model update", "loss", "gradient")
     uses_mean_loss: ClassVar[bool] = True
 

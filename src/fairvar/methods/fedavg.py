@@ -14,6 +14,6 @@ class FedAvg(Method, frozen=True, tag="fedavg"):
     """
 
     reference: ClassVar[str] = "McMahan et al. 2017"
-    when: ClassVar[str] = "the baseline: always run it too"
+    when: ClassVar[str] = "the baseline; run it in every comparison"
 
     weights: ClientWeights = "uniform"

@@ -27,9 +27,7 @@ class FedEBA(Method, frozen=True, tag="fedeba"):
 
     title: ClassVar[str] = "FedEBA+"
     reference: ClassVar[str] = "Wang, Wang, Shi, Karimireddy, Tang 2023"
-    when: ClassVar[str] = (
-        "TERM's weights with several local steps, aligned to the fair direction; twice the traffic"
-    )
+    when: ClassVar[str] = "TERM with several local steps, aligned; two exchanges, twice the traffic"
     sends: ClassVar[tuple[str, ...]] = ("model update", "loss", "gradient")
     each_separately: ClassVar[bool] = True
     fairness_knob: ClassVar[str | None] = "temperature"

@@ -27,7 +27,7 @@ class FedFV(Method, frozen=True, tag="fedfv"):
     """
 
     reference: ClassVar[str] = "Wang, Fan, Qi, Wen, Wang, Yu 2021"
-    when: ClassVar[str] = "updates conflict and FedAvg's step length should stay"
+    when: ClassVar[str] = "updates conflict, and steps should keep FedAvg's length"
     sends: ClassVar[tuple[str, ...]] = ("model update", "loss")
     each_separately: ClassVar[bool] = True
     fairness_knob: ClassVar[str | None] = "alpha"

@@ -28,9 +28,7 @@ class FedMGDA(Method, frozen=True, tag="fedmgda"):
 
     title: ClassVar[str] = "FedMGDA+"
     reference: ClassVar[str] = "Hu, Shaloudegi, Zhang, Yu 2022"
-    when: ClassVar[str] = (
-        "no client may get worse; updates of very different length or inflated ones"
-    )
+    when: ClassVar[str] = "no client may get worse; updates of very different length"
     each_separately: ClassVar[bool] = True
     fairness_knob: ClassVar[str | None] = "eps"
     uses_gram: ClassVar[bool] = True

@@ -18,9 +18,7 @@ class FedProx(Method, frozen=True, tag="fedprox"):
     """
 
     reference: ClassVar[str] = "Li et al. 2020"
-    when: ClassVar[str] = (
-        "clients make many local steps and drift apart; not a fairness method by itself"
-    )
+    when: ClassVar[str] = "many local steps, after which clients drift apart; not a fairness method"
 
     pull: NonNegative = 0.1
     weights: ClientWeights = "uniform"

@@ -21,7 +21,7 @@ class GIFAIR(Method, frozen=True, tag="gifair"):
     """
 
     reference: ClassVar[str] = "Yue, Nouiehed, Al Kontar 2023"
-    when: ClassVar[str] = "losses with outliers: only their order counts, weights stay positive"
+    when: ClassVar[str] = "losses with outliers; only their order matters; weights stay positive"
     sends: ClassVar[tuple[str, ...]] = ("model update", "loss")
     each_separately: ClassVar[bool] = True
     fairness_knob: ClassVar[str | None] = "strength"

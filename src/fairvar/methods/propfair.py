@@ -24,9 +24,7 @@ class PropFair(Method, frozen=True, tag="propfair"):
     """
 
     reference: ClassVar[str] = "Zhang, Malekmohammadi, Chen, Yu 2023"
-    when: ClassVar[str] = (
-        "first choice with secure aggregation: FedAvg's traffic, losses stay on clients"
-    )
+    when: ClassVar[str] = "first choice with secure aggregation; FedAvg's traffic, no loss is sent"
     fairness_knob: ClassVar[str | None] = "base"
 
     base: Positive = 3.0  # M

@@ -24,9 +24,7 @@ class QFFL(Method, frozen=True, tag="qffl"):
 
     title: ClassVar[str] = "q-FFL"
     reference: ClassVar[str] = "Li, Sanjabi, Beirami, Smith 2020"
-    when: ClassVar[str] = (
-        "a classic baseline with one knob and its own step length; hides losses in sums"
-    )
+    when: ClassVar[str] = "a classic baseline; one parameter; sets its own step length"
     sends: ClassVar[tuple[str, ...]] = ("scaled update", "step bound h")
     fairness_knob: ClassVar[str | None] = "q"
     uses_losses: ClassVar[bool] = True

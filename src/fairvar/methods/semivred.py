@@ -23,7 +23,7 @@ class SemiVRed(Method, frozen=True, tag="semivred"):
 
     title: ClassVar[str] = "Semi-VRed"
     reference: ClassVar[str] = "Semi-Variance Reduction 2023"
-    when: ClassVar[str] = "FairLoss pushes good clients back too much"
+    when: ClassVar[str] = "FairLoss holds good clients back too much"
     sends: ClassVar[tuple[str, ...]] = ("model update", "loss")
     each_separately: ClassVar[bool] = True
     fairness_knob: ClassVar[str | None] = "strength"

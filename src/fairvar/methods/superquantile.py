@@ -20,13 +20,13 @@ class Superquantile(Method, frozen=True, tag="superquantile"):
         π_i = (r_i/θ) clamp((θ − above_i) / equal_i, 0, 1),   x ← Σ_i π_i x_i
 
     The mean loss of the worst share θ of the clients; above_i and equal_i are the shares of clients
-    with a higher and with the same loss. θ = 1 is FedAvg, θ → 0 the worst client alone.
+    with a higher and with the same loss. θ = 1 is FedAvg, to the last bit, θ → 0 the worst client.
     `variant="filter"` is the authors' code: all clients from the (1 − θ)-quantile on, with their
     plain weights; that is one client too many where n θ is whole.
     """
 
     reference: ClassVar[str] = "Pillutla, Laguel, Malick, Harchaoui 2023"
-    when: ClassVar[str] = "a named share of worst clients counts, such as the worst tenth"
+    when: ClassVar[str] = "a given share of the clients matters, such as the worst tenth"
     sends: ClassVar[tuple[str, ...]] = ("model update", "loss")
     each_separately: ClassVar[bool] = True
     fairness_knob: ClassVar[str | None] = "share"
@@ -42,7 +42,9 @@ class Superquantile(Method, frozen=True, tag="superquantile"):
         if self.variant == "filter":
             kept = replies.share * (above <= self.share + ROUNDING)
             return kept / kept.sum(), memory
-        part = torch.clamp((self.share - above) / equal, 0, 1)
+        # The sum of all shares is one only up to rounding: so θ = 1 gives r itself.
+        share = self.share + ROUNDING * (self.share == 1)
+        part = torch.clamp((share - above) / equal, 0, 1)
         return replies.share / self.share * part, memory
 
 

@@ -21,9 +21,7 @@ class TERM(Method, frozen=True, tag="term"):
     """
 
     reference: ClassVar[str] = "Li, Beirami, Sanjabi, Smith 2021"
-    when: ClassVar[str] = (
-        "first choice with losses at the server: smooth, one knob from FedAvg to the worst"
-    )
+    when: ClassVar[str] = "first choice if the server may see losses; one number sets the strength"
     sends: ClassVar[tuple[str, ...]] = ("model update", "loss")
     each_separately: ClassVar[bool] = True  # the shift by the largest loss
     fairness_knob: ClassVar[str | None] = "tilt"

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+import numpy as np
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
@@ -146,17 +148,26 @@ def save(figure: Figure, folder: Path | str, stem: str) -> list[Path]:
         for kind, keys in KINDS.items():
             paths.append(folder / f"{stem}.{kind}")
             figure.savefig(paths[-1], dpi=150, metadata=dict.fromkeys(keys))
-    lines = {line.get_color() for axes in figure.axes for line in axes.lines}
-    _to_palette(paths[0], 128 if len(lines) <= MANY + 2 else 256)
+    _to_palette(paths[0], {line.get_color() for axes in figure.axes for line in axes.lines})
     return paths
 
 
-def _to_palette(png: Path, colours: int) -> None:
-    """Uses a palette: figures have few colours, and the file is a third as large."""
+def _to_palette(png: Path, drawn: set[Any]) -> None:
+    """Uses a palette: figures have few colours, and the file is a third as large. It has the
+    colours of the lines and then the most frequent ones; a median cut merges small markers."""
+    from matplotlib.colors import to_rgb
     from PIL import Image  # matplotlib needs it as well
 
     with Image.open(png) as picture:
-        plain = picture.convert("RGB").quantize(colours, dither=Image.Dither.NONE)
+        red, green, blue = np.asarray(picture.convert("RGB"), np.int32).transpose(2, 0, 1)
+    shape, codes = red.shape, (red << 16 | green << 8 | blue).ravel()
+    found, place, count = np.unique(codes, return_inverse=True, return_counts=True)
+    there = np.stack([found >> 16, found >> 8 & 255, found & 255], 1)
+    lines = np.array(sorted(map(to_rgb, drawn))).reshape(-1, 3) * 255
+    colours = np.vstack([lines.round().astype(np.int32), there[np.argsort(-count, kind="stable")]])
+    nearest = ((there[:, None] - colours[None, :256]) ** 2).sum(-1).argmin(1)
+    plain = Image.fromarray(nearest[place].reshape(shape).astype(np.uint8))
+    plain.putpalette(colours[:256].astype(np.uint8).tobytes())
     plain.save(png, optimize=True)
 
 
