@@ -184,7 +184,9 @@ def _one_step(
     found = answer(batch.logits(kernel.dual.model, state.x), batch.target)
     first, loss = found.slope * layout.share, layout.means(found.loss)
     if method.loss_data == "full" and not run.schedule.full_batch:
-        loss = _full_losses(kernel, state)
+        train = kernel.dual.train
+        logits = train.logits(kernel.dual.model, state.x)
+        loss = train.layout.means(sample_losses(logits, train.target))
     products = method.uses_curvature or method.uses_norms
     products |= run.clip_norm is not None or method.penalty_bound is not None
     sent = _receive(kernel, server, state, batch, first, loss, products)
@@ -225,11 +227,6 @@ def _drawn(kernel: Linear, batches: RoundBatches) -> Columns:
     layout, place = kernel.plan.first
     rows = batches.shuffled[0].index_select(0, place)
     return kernel.dual.batch(kernel.run.federation.train, layout, rows)
-
-
-def _full_losses(kernel: Linear, state: State) -> Float64[Tensor, "runs n"]:
-    train = kernel.dual.train
-    return train.layout.means(sample_losses(train.logits(kernel.dual.model, state.x), train.target))
 
 
 def _local_steps(
