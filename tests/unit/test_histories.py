@@ -148,10 +148,10 @@ def test_rounds_after_a_divergence_leave_no_trace(monkeypatch: pytest.MonkeyPatc
     assert [t for t in range(30) if Runs.looks(gpu, t)] == [9, 19, 29]  # type: ignore[arg-type]
     pairs = [(x, x.sum(1)) for x, _ in clients([5, 3])]
     data, found = fv.Federation.from_arrays(pairs), []
+    given: dict = {"loss": "mse", "evaluate_every": 70}
     for looks in (Runs.looks, lambda runs, t: t % 10 == 9):
         monkeypatch.setattr(Runs, "looks", looks)
         with pytest.warns(RuntimeWarning, match="try a smaller lr, or clip_norm"):
-            given = {"loss": "mse", "evaluate_every": 70}
             found.append(fv.train("linear", data, fv.FedAvg(), 70, 9.0, **given))
     one, other = found
     assert one.diverged_at == other.diverged_at == other.state.round < 65
