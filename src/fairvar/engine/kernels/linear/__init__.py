@@ -14,9 +14,8 @@ FairGrad* round, whatever the number of local steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from jaxtyping import Float, Float64
@@ -84,7 +83,7 @@ class Linear:
     methods: Sequence[Method]
     rates: Sequence[float]
     lr: Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float
-    kept: dict[str, Any] = field(default_factory=dict)  # the numbers on the device
+    live_numbers: dict[str, Tensor] | None = None  # a captured round reads the methods' from here
 
     @staticmethod
     def build(run: Run, methods: Sequence[Method], rates: Sequence[float]) -> Linear:
@@ -137,25 +136,15 @@ class Linear:
     def _server(self, t: int) -> Aggregator:
         """The methods as they act in round t."""
         acting, run = [method.at_round(t) for method in self.methods], self.run
-        numbers = self._numbers(acting) if len(acting) > 1 else {}
+        numbers = (self.live_numbers or self._numbers(acting)) if len(acting) > 1 else {}
         runs = len(acting)
         return Aggregator(acting[0], run.share, run.ids, run.clients, runs, numbers, everyone=True)
 
     def _numbers(self, acting: list[Method]) -> dict[str, Tensor]:
-        """The methods' numbers on the device, copied again only if the acting methods changed
-        (after a warm start)."""
-        before = self.kept.get("methods", [])
-        if not before or any(a is not b for a, b in zip(acting, before, strict=True)):
-            table = [method.numbers for method in acting]
-            self.kept["methods"] = acting
-            self.kept["numbers"] = {
-                name: torch.tensor(
-                    [row[name] for row in table], dtype=torch.float64, device=self.run.device
-                )
-                for name in table[0]
-            }
-        found: dict[str, Tensor] = self.kept["numbers"]
-        return found
+        """The methods' numbers, on the device."""
+        table, kind = [method.numbers for method in acting], torch.float64
+        return {name: torch.tensor([row[name] for row in table], dtype=kind, device=self.run.device)
+                for name in table[0]}  # fmt: skip
 
     # -- recorded rounds ---------------------------------------------------------------------------
     @property
@@ -171,9 +160,8 @@ class Linear:
             run = live_run(self.run, names, {k: v[0] for k, v in numbers.items()})
             return Linear(run, [run.method], self.rates, run.lr)
         own = {name: value for name, value in numbers.items() if name != "lr"}
-        kept = {"methods": self.methods, "numbers": own}
         run = live_run(self.run, names, {})
-        return Linear(run, self.methods, self.rates, numbers["lr"][:, None], kept)
+        return Linear(run, self.methods, self.rates, numbers["lr"][:, None], own)
 
 
 def _one_step(
