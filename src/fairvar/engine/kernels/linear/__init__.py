@@ -47,7 +47,7 @@ from fairvar.engine.kernels.linear.steps import (
 )
 from fairvar.engine.kernels.network import Network
 from fairvar.engine.run import Run
-from fairvar.engine.server import Aggregator
+from fairvar.engine.server import Aggregator, PerRun
 from fairvar.engine.settings import CONSTANT
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Method
@@ -65,7 +65,7 @@ class Work:
     g: Tree | None  # None: not computed, or not used
     u: Float[Tensor, "runs outputs P"] | None  # X̃ g
     loss: Float64[Tensor, "runs n"]
-    lr: Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float  # η of this round
+    lr: PerRun  # η of this round
 
     @property
     def squared_norms(self) -> Float64[Tensor, "runs n"]:
@@ -82,7 +82,7 @@ class Linear:
     run: Run  # of the first; all have its federation, its schedule and its kind of method
     methods: Sequence[Method]
     rates: Sequence[float]
-    lr: Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float
+    lr: PerRun
     live_numbers: dict[str, Tensor] | None = None  # a captured round reads the methods' from here
 
     @staticmethod
@@ -123,7 +123,7 @@ class Linear:
             return _see(self, before, work, splits)
         return Network(self.run, "vmapped").see(before, t, [], splits)
 
-    def lr_of(self, t: int) -> Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float:
+    def lr_of(self, t: int) -> PerRun:
         """The learning rates of round t."""
         scheduled = self.run.lr_schedule != CONSTANT
         return self.lr * self.run.lr_schedule.factor(t, self.run.rounds) if scheduled else self.lr
