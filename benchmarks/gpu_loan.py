@@ -81,7 +81,7 @@ def main() -> int:
     out, kept, started = Path(given.out), Path(given.keep), time.monotonic()
     for folder in (out, kept):
         folder.mkdir(parents=True, exist_ok=True)
-    running = {}
+    running, ends = {}, {}
     for name in PARTS[given.part]:
         if given.smoke and name == "check-all":  # the tests do the same on a CPU
             continue
@@ -91,8 +91,8 @@ def main() -> int:
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         if given.smoke:
-            wait(running[name], started + given.seconds)
-    ends = {name: wait(process, started + given.seconds) for name, process in running.items()}
+            ends[name] = wait(running.pop(name), started + given.seconds)
+    ends |= {name: wait(process, started + given.seconds) for name, process in running.items()}
     for name, end in ends.items():
         print(f"== {name}: {end}\n{(out / f'{name}.txt').read_text()}", flush=True)
     return 0 if set(ends.values()) == {"finished"} else 1

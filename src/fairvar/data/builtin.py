@@ -17,7 +17,7 @@ from jaxtyping import Float, Float32, Float64, Int64, UInt8
 from fairvar.common import rng
 from fairvar.data.dataset import Dataset
 from fairvar.data.federation import SPLITS, Federation, Split
-from fairvar.data.partition import Natural, statistics_of
+from fairvar.data.partition import Assignment, statistics_of
 from fairvar.errors import BadInput, IntegrityError
 
 Matrices = Float64[np.ndarray, "n d d"]
@@ -183,36 +183,40 @@ def _logistic(
     """Inputs, labels and sizes of some clients, written into the arrays of all; returns where they
     end. Each client draws from a stream of its own, one by one; the rest is computed for all."""
     dim, samples, classes = shape
-    held_out, end = samples // 2, dict(start)
-    most = {"train": samples + held_out, "valid": held_out, "test": held_out}
-    uniform = {part: np.empty((len(ids) * rows, classes)) for part, rows in most.items()}
+    held_out = samples // 2
+    inputs = [made[part][0][start[part] :] for part in SPLITS]
+    sizes = [made[part][2][ids.start : ids.stop] for part in SPLITS]
+    most = (samples + held_out, held_out, held_out)
+    uniform = [np.empty((len(ids) * rows, classes)) for rows in most]
+    ends = [0, 0, 0]
     shift = np.empty((len(ids), 1 + classes, dim))  # of the inputs, and of the concept
     for row, draw in enumerate(rng.streams(seed, "logistic", of=ids)):
-        count = int(draw.integers(samples - held_out, samples + held_out + 1))
-        made["train"][2][ids[row]] = count
+        sizes[0][row] = count = int(draw.integers(samples - held_out, samples + held_out + 1))
         draw.standard_normal(out=shift[row])
-        for part in SPLITS:
-            first, end[part] = end[part], end[part] + count
-            draw.standard_normal(out=made[part][0][first : end[part]])
-            draw.random(out=uniform[part][first - start[part] : end[part] - start[part]])
-            count = held_out
+        for k in range(3):
+            some = slice(ends[k], ends[k] + count)
+            draw.standard_normal(out=inputs[k][some])
+            draw.random(out=uniform[k][some])
+            ends[k], count = some.stop, held_out
     shift = heterogeneity * shift / np.sqrt(dim)
     common = rng.stream(seed, "logistic", "common").standard_normal((classes, dim))
     weight = (common + shift[:, 1:]).transpose(0, 2, 1)
-    for part, (inputs, labels, sizes) in made.items():
-        some, counts = slice(start[part], end[part]), sizes[ids.start : ids.stop]
-        inputs[some] += np.repeat(shift[:, 0], counts, axis=0)
-        u = uniform[part][: end[part] - start[part]]
-        labels[some] = _labels(inputs[some], u, weight, counts)
-    return end
+    after = dict(start)
+    for part, x, u, counts, end in zip(SPLITS, inputs, uniform, sizes, ends, strict=True):
+        x[:end] += np.repeat(shift[:, 0], counts, axis=0)
+        after[part] += end
+        made[part][1][start[part] : after[part]] = _labels(x[:end], u[:end], weight, counts)
+    return after
 
 
 def _labels(x: np.ndarray, u: np.ndarray, weight: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """From the softmax law by the Gumbel trick: no sums that can over- or underflow."""
-    score, of = -np.log(-np.log(1 - u)), np.repeat(counts, counts)
-    for count in np.unique(counts):  # clients of one size in one product
-        some = x[of == count].reshape(-1, count, x.shape[1])
-        score[of == count] += (some @ weight[counts == count]).reshape(-1, u.shape[1])
+    score, sizes = -np.log(-np.log(1 - u)), np.unique(counts)
+    of = np.repeat(counts, counts)
+    for count in sizes:  # clients of one size in one product
+        rows, clients = (of == count, counts == count) if len(sizes) > 1 else (..., ...)
+        product = x[rows].reshape(-1, count, x.shape[1]) @ weight[clients]
+        score[rows] += product.reshape(-1, u.shape[1])
     found: np.ndarray = np.argmax(score, axis=1)
     return found
 
@@ -267,8 +271,7 @@ def _dealt(
 ) -> Federation:
     """A federation whose clients were made one by one, with the facts of this partition."""
     labels, sizes = splits["train"].y.numpy(), splits["train"].counts.numpy()
-    owners = np.repeat(np.arange(len(sizes)), sizes)
-    held = statistics_of(labels, Natural().assign(labels, len(sizes), rng.stream(0), owners))
+    held = statistics_of(labels, Assignment(np.split(np.arange(len(labels)), sizes.cumsum()[:-1])))
     return Federation.from_splits(splits, classes, name, {**held, "dataset": name, **facts})
 
 

@@ -311,7 +311,8 @@ class Cohort:
         return self._made[width]
 
     def _cut(self, width: int) -> Blocks:
-        cut = [-(-length // width) for length in self._lengths]
+        lengths = self._by_place(self.schedule.lengths, self.schedule.width)
+        cut = [-(-length // width) for length in lengths]
         place, number = _spans(cut, self.ids.device)
         length, done = self.counts.clamp(max=self.schedule.width)[place], number * width
         rows = Padded.build(self.slots.start[place] + done, length - done, width)
@@ -349,11 +350,6 @@ class Cohort:
         by_place = (slots.place << (64 - bits)) + (keys >> bits) + (1 << (63 - bits))
         order = torch.argsort(by_place, stable=True)
         return order if self.everyone else slots.row[order]
-
-    @property
-    def _lengths(self) -> list[int]:
-        """Samples in the first step of each place."""
-        return self._by_place(self.schedule.lengths, self.schedule.width)
 
     def _by_place(self, by_client: list[int], unknown: int) -> list[int]:
         known = self.known

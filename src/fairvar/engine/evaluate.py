@@ -97,7 +97,7 @@ def evaluate_shared(
         for i in range(0, len(place), piece):
             some = slice(i, i + piece)
             x, y = split.take(some if rows is None else rows[some])
-            outputs = task.predict(params, buffers, map_inputs(channels_last, x))
+            outputs = task.predict(params, buffers, channels_last(x))
             found = _score(task, outputs, y)
             total.index_add_(1, place[some], found if real is None else found * real[some])
             if own is not None:
@@ -147,7 +147,7 @@ def _one_by_one(task: Task) -> Callable[[Tree, Tree, Inputs], Tensor]:
     def predict(params: Tree, buffers: Tree, x: Inputs) -> Tensor:
         def alone(i: int) -> Tensor:
             own, kept = ({k: v[i] for k, v in tree.items()} for tree in (params, buffers))
-            return task.predict(own, kept, map_inputs(lambda part: channels_last(part[i]), x))
+            return task.predict(own, kept, channels_last(map_inputs(lambda part: part[i], x)))
 
         return torch.stack([alone(i) for i in range(len(next(iter(params.values()))))])
 

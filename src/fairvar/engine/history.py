@@ -397,49 +397,27 @@ def are_ids(table: Tensor, clients: int) -> bool:
     return bool(((then == NO_REPLY) | ((now != NO_REPLY) & (then > now))).all())
 
 
-def history_from_tables(
-    tables: Tables,
-    *,
-    method: Method,
-    state: State,
-    rounds: int,
-    observed: Tensor,
-    samples: Mapping[str, Tensor],
-    classifies: bool,
-    metric: Metric,
-    diverged_at: int | None,
-    provenance: Mapping[str, Any],
-    stopped: str | None = None,
-) -> History:
-    """The History of a run that has just ended, or of one that was stored."""
+def history_from_tables(tables: Tables, classifies: bool, **facts: Any) -> History:
+    """The History of a run that has just ended, or of one that was stored. `facts`: its fields that
+    are not in the tables."""
 
     def group(quantity: str) -> dict[Key, Tensor]:
         names = [name.split("/") for name in tables if name.startswith(quantity + "/")]
         return {(split, model): tables[f"{quantity}/{split}/{model}"] for _, split, model in names}
 
     exchanges, bytes_down, bytes_up = tables["counters"].tolist()
+    for name in ("ascended", "evaluated", "gradient_variance", "update_norm"):
+        facts[name] = tables[name]
     return History(
-        method=method,
-        state=state,
-        rounds=rounds,
-        observed=observed,
         participant_loss=tables["loss"],
         participant_weights=tables["weights"],
         participants=tables.get("participants"),
-        ascended=tables["ascended"],
-        evaluated=tables["evaluated"],
         accuracy=group("accuracy") if classifies else {},
         evaluated_loss=group("evaluated_loss"),
-        gradient_variance=tables["gradient_variance"],
-        update_norm=tables["update_norm"],
-        samples=samples,
+        own_score=group("score"),
         exchanges=exchanges,
         bytes_down=bytes_down,
         bytes_up=bytes_up,
-        diverged_at=diverged_at,
-        provenance=provenance,
         classifies=classifies,
-        stopped=stopped,
-        metric=metric,
-        own_score=group("score"),
+        **facts,
     )

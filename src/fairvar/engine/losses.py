@@ -31,11 +31,8 @@ def half_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     """½ ‖output − target‖² of each sample; with a linear model every f_i is a quadratic."""
     if outputs.shape != targets.shape:
         outputs = outputs.reshape(targets.shape)  # (b, 1) against (b,); never broadcast
-    return (
-        0.5 * (outputs - targets).square().flatten(1).sum(1)
-        if targets.dim() > 1
-        else (0.5 * (outputs - targets).square())
-    )
+    squares = (outputs - targets).square()
+    return 0.5 * (squares.flatten(1).sum(1) if targets.dim() > 1 else squares)
 
 
 LOSSES: dict[str, LossFunction] = {"cross_entropy": cross_entropy, "mse": half_squared_error}

@@ -31,6 +31,7 @@ from fairvar.engine.state import Outcome, State
 from fairvar.errors import BadInput
 from fairvar.methods.base import Memory, Method, Replies
 
+PerRun = Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float  # a number, or one of each run
 Limit = Callable[[Tensor], Tensor]  # weights → weights within a limit
 Combine = Callable[[Tensor, Tree], Tree]  # (weights, a tree with the clients first) → one tree
 # (w_i / normaliser, normaliser) → Σ_i w_i (x − x_i) / normaliser
@@ -77,17 +78,17 @@ class Aggregator:
         return type(self.method).coefficients is Method.coefficients
 
     @cached_property
-    def curvature(self) -> Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float:
+    def curvature(self) -> PerRun:
         """γ; of a captured run a tensor."""
         return self._of_each(lambda method: method.curvature)
 
     @cached_property
-    def pull(self) -> Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float:
+    def pull(self) -> PerRun:
         """Of the proximal term."""
         return self._of_each(lambda method: method.pull)
 
     @cached_property
-    def penalty_bound(self) -> Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float | None:
+    def penalty_bound(self) -> PerRun | None:
         """Of methods that bound their penalty."""
         if self.method.penalty_bound is None:
             return None
@@ -154,8 +155,8 @@ class Aggregator:
         self,
         loss: Float64[Tensor, "*runs m"],
         squared_norms: Float64[Tensor, "*runs m"] | None,
-        lr: Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float,
-    ) -> Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float:
+        lr: PerRun,
+    ) -> PerRun:
         """What the weighted sum of updates is divided by; of several runs, (runs, 1). The norms are
         zero for methods that do not use them."""
         if type(self.method).normaliser is Method.normaliser:
@@ -177,7 +178,7 @@ class Aggregator:
         weights: Float64[Tensor, "*runs m"],
         memory: Memory,
         *,
-        lr: Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float,
+        lr: PerRun,
         buffers: Tree,
         own: Float64[Tensor, "*runs m"] | None,
         mean_gradient: Tree | None,

@@ -181,13 +181,6 @@ def check_fits(state: State, fresh: State, rounds: int) -> State:
     order, and a stored state has another one."""
     if not 0 <= state.round <= rounds:
         raise DoesNotFit(f"the state has {state.round} rounds behind it, of {rounds}")
-    check_state(state, fresh)
-    ordered = fresh.map(lambda _, mine: mine, state)
-    return replace(ordered, round=state.round, made_by=state.made_by)
-
-
-def check_state(state: State, fresh: State) -> None:
-    """Raise `DoesNotFit` unless a run with initial state `fresh` can continue from this state."""
     if not state.params:
         raise DoesNotFit("the state holds no model: the run was condensed; run it again")
     for group in ("params", "buffers"):
@@ -208,6 +201,8 @@ def check_state(state: State, fresh: State) -> None:
     _compare(state, fresh, "moments", "the state was made with another server optimiser")
     if state.mean_loss.shape != fresh.mean_loss.shape:
         raise DoesNotFit(f"the state's mean_loss has shape {tuple(state.mean_loss.shape)}")
+    ordered = fresh.map(lambda _, mine: mine, state)
+    return replace(ordered, round=state.round, made_by=state.made_by)
 
 
 def _compare(state: State, fresh: State, group: str, problem: str) -> None:

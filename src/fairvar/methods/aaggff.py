@@ -89,8 +89,10 @@ class AAggFF(Method, frozen=True, tag="aaggff"):
             "gram": memory["gram"] + torch.outer(g, g),
             "round": memory["round"] + 1,
         }
-        # β Σ ‖g − mean g‖² ≤ (K/4) · K (variances / K²)
-        iterations = enough_iterations(diagonal, VARIANCES / 4)
+        # β Σ ‖g − mean g‖² ≤ (K/4) · K (variances / K²), and the last minimum is at most
+        # ‖r − mean r‖ / diagonal ≤ 1 / (2 √K diagonal) away.
+        nearby = 1e-12 * 2 * sqrt(K) * diagonal
+        iterations = enough_iterations(diagonal, VARIANCES / 4, nearby)
         gram, c = beta * new["gram"], new["gradient_sum"]
         new["p"] = minimise_quadratic(diagonal, gram, c, p, iterations)
         used = new["p"][replies.ids]

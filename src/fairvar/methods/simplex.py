@@ -81,10 +81,10 @@ def distance_from_minimum(
     schema="(float diagonal, Tensor gram, Tensor linear, Tensor start, int iterations) -> Tensor",
 )
 def _solve(diagonal: float, gram: Tensor, linear: Tensor, start: Tensor, iterations: int) -> Tensor:
+    p = start + (1 - start.sum(-1, keepdim=True)) / start.shape[-1]
     if iterations:
-        p = project(start)
         return _iterate(diagonal, gram, linear, p, p, iterations)[0]
-    return converge(diagonal, gram, linear, start)
+    return converge(diagonal, gram, linear, p)
 
 
 @_solve.register_vmap
@@ -106,12 +106,13 @@ def converge(
     linear: Float64[Tensor, "*runs n"],
     start: Float64[Tensor, "*runs n"],
 ) -> Float64[Tensor, "*runs n"]:
-    """Iterates until all runs have converged; each keeps its p from then. A run that diverged stays
-    NaN and does not prolong the iteration."""
-    p = project(start)
-    ahead, moving = p, torch.ones_like(p[..., :1], dtype=torch.bool)
+    """Iterates from a point with Σ p = 1 until all runs have converged; each keeps its p from then.
+    A run that diverged stays NaN and does not prolong the iteration."""
+    p = ahead = start
+    moving = torch.ones_like(p[..., :1], dtype=torch.bool)
     for _ in range(0, MOST_ITERATIONS, TOGETHER):
-        new, ahead, change = _iterate(diagonal, gram, linear, p, ahead, TOGETHER)
+        new, ahead, before = _iterate(diagonal, gram, linear, p, ahead, TOGETHER)
+        change = (new - before).abs().amax(-1)
         p = torch.where(moving, new, p)
         moving = moving & (change >= SETTLED).unsqueeze(-1)
         if not bool(moving.any()):
@@ -124,38 +125,40 @@ def _iterate(
     diagonal: float, gram: Tensor, linear: Tensor, p: Tensor, ahead: Tensor, iterations: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Projected gradient with the constant momentum of strongly convex problems; also returns the
-    point ahead, and the last change. Few operations, because each is a kernel on a GPU."""
+    point ahead, and the last p but one. Few operations, because each is a kernel on a GPU."""
     largest, momentum = _pace(diagonal, gram)
-    counts, kept, scale = _counts(linear), 1 - diagonal / largest, -1 / largest
+    scale = -1 / largest
     shift = linear * scale
     shift = shift - shift.amax(-1, keepdim=True)  # as in `project`, once for all iterations
-    before = p
+    # The gradient step is one product, because Σ ahead = 1: shift = shift Σ ahead.
+    matrix = torch.addcmul(shift.unsqueeze(-1), gram, scale.unsqueeze(-1))
+    matrix.diagonal(dim1=-2, dim2=-1).add_(1 + diagonal * scale)
+    counts, before = _counts(linear), p
     for _ in range(iterations):
         before = p
-        bent = (gram @ ahead.unsqueeze(-1)).squeeze(-1)
-        v = torch.addcmul(torch.addcmul(shift, ahead, kept), bent, scale)
-        p = _cut(v, counts)
-        ahead = torch.lerp(before, p, 1 + momentum)
-    return p, ahead, (p - before).abs().amax(-1)
+        p = _cut((matrix @ ahead.unsqueeze(-1)).squeeze(-1), counts)
+        ahead = torch.lerp(before, p, momentum)
+    return p, ahead, before
 
 
 def _pace(diagonal: float, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """A bound of the largest eigenvalue of diagonal·I + gram on {Σ v = 0}, and the momentum.
+    """A bound of the largest eigenvalue of diagonal·I + gram on {Σ v = 0}, and 1 + momentum.
 
     p moves inside Σ p = 1, so what `gram` does along (1, …, 1) does not matter, and for AAggFF,
     whose gradients are almost parallel to it, that is most of `gram`. The others are bounded by
     their sum (the trace) and, mostly far better, by the root of the sum of their squares
     (Frobenius' norm); with P = I − 11ᵀ/n both are those of P gram P.
     """
-    n, rows = gram.shape[-1], gram.sum(-1)
-    middle = rows.sum(-1) / n
-    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1) - middle
-    norm = torch.linalg.vector_norm(gram, dim=(-2, -1))
-    squares = norm**2 - 2 * rows.square().sum(-1) / n + middle**2
+    n, rows = gram.shape[-1], gram.mean(-1)
+    mean, length = rows.mean(-1), torch.linalg.vector_norm(rows, dim=-1)
+    trace = torch.sub(gram.diagonal(dim1=-2, dim2=-1).sum(-1), mean, alpha=n)
+    squares = torch.linalg.vector_norm(gram, dim=(-2, -1)).square()
+    squares = torch.addcmul(squares, length, length, value=-2 * n)
+    squares = torch.addcmul(squares, mean, mean, value=n**2)
     bound = torch.fmin(trace, squares.clamp(min=0).sqrt())  # squares may overflow
     largest = diagonal + bound.clamp(min=0).unsqueeze(-1)
     root = (largest / diagonal).sqrt()
-    return largest, (root - 1) / (root + 1)
+    return largest, 2 - 2 / (root + 1)
 
 
 # -- within bounds ---------------------------------------------------------------------------------

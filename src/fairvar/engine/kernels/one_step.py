@@ -41,7 +41,6 @@ from torch.func import grad, grad_and_value, vjp, vmap
 from fairvar.common.tree import (
     Tree,
     add,
-    map_inputs,
     scale,
     squared_norm,
     subtract,
@@ -233,16 +232,13 @@ def _pieces(run: Run, batches: RoundBatches) -> list[BlockSamples]:
     blocks = len(run.cohort.blocks(width).place)
     cuts = [slice(i, i + together) for i in range(0, blocks, together)]
     pieces = [take_samples(run, batches, width, some) for some in cuts]
-    return [replace(piece, batch=_channels_last(piece.batch)) for piece in pieces]
+    images = [piece.batch._replace(x=channels_last(piece.batch.x)) for piece in pieces]
+    return [replace(piece, batch=batch) for piece, batch in zip(pieces, images, strict=True)]
 
 
 def _together(run: Run) -> int:
     """Clients in a group whose steps are compiled."""
     return group_width(len(run.ids), run.piece // run.schedule.width)
-
-
-def _channels_last(batch: Batch) -> Batch:
-    return batch._replace(x=map_inputs(channels_last, batch.x))
 
 
 def takes_batch_losses(run: Run, method: Method) -> bool:

@@ -26,7 +26,6 @@ from fairvar.common.tree import (
     divide,
     expand,
     gram,
-    map_inputs,
     scale,
     squared_norm,
     stack,
@@ -508,7 +507,7 @@ def _step_alone(
 ) -> _Step:
     """One local step of one client with its own samples, without padding."""
     leaves = {name: leaf.detach().requires_grad_() for name, leaf in params.items()}
-    batch = batch._replace(x=map_inputs(channels_last, batch.x))
+    batch = batch._replace(x=channels_last(batch.x))
     loss, after = run.task.client_loss(leaves, buffers, batch)
     bends = sent.method.uses_curvature
     slopes = torch.autograd.grad(

@@ -14,9 +14,8 @@ FairGrad* round, whatever the number of local steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from jaxtyping import Float, Float64
@@ -48,7 +47,7 @@ from fairvar.engine.kernels.linear.steps import (
 )
 from fairvar.engine.kernels.network import Network
 from fairvar.engine.run import Run
-from fairvar.engine.server import Aggregator
+from fairvar.engine.server import Aggregator, PerRun
 from fairvar.engine.settings import CONSTANT
 from fairvar.engine.state import Outcome, State
 from fairvar.methods.base import Method
@@ -66,7 +65,7 @@ class Work:
     g: Tree | None  # None: not computed, or not used
     u: Float[Tensor, "runs outputs P"] | None  # X̃ g
     loss: Float64[Tensor, "runs n"]
-    lr: Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float  # η of this round
+    lr: PerRun  # η of this round
 
     @property
     def squared_norms(self) -> Float64[Tensor, "runs n"]:
@@ -83,8 +82,8 @@ class Linear:
     run: Run  # of the first; all have its federation, its schedule and its kind of method
     methods: Sequence[Method]
     rates: Sequence[float]
-    lr: Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float
-    kept: dict[str, Any] = field(default_factory=dict)  # the numbers on the device
+    lr: PerRun
+    live_numbers: dict[str, Tensor] | None = None  # a captured round reads the methods' from here
 
     @staticmethod
     def build(run: Run, methods: Sequence[Method], rates: Sequence[float]) -> Linear:
@@ -124,7 +123,7 @@ class Linear:
             return _see(self, before, work, splits)
         return Network(self.run, "vmapped").see(before, t, [], splits)
 
-    def lr_of(self, t: int) -> Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float:
+    def lr_of(self, t: int) -> PerRun:
         """The learning rates of round t."""
         scheduled = self.run.lr_schedule != CONSTANT
         return self.lr * self.run.lr_schedule.factor(t, self.run.rounds) if scheduled else self.lr
@@ -137,25 +136,15 @@ class Linear:
     def _server(self, t: int) -> Aggregator:
         """The methods as they act in round t."""
         acting, run = [method.at_round(t) for method in self.methods], self.run
-        numbers = self._numbers(acting) if len(acting) > 1 else {}
+        numbers = (self.live_numbers or self._numbers(acting)) if len(acting) > 1 else {}
         runs = len(acting)
         return Aggregator(acting[0], run.share, run.ids, run.clients, runs, numbers, everyone=True)
 
     def _numbers(self, acting: list[Method]) -> dict[str, Tensor]:
-        """The methods' numbers on the device, copied again only if the acting methods changed
-        (after a warm start)."""
-        before = self.kept.get("methods", [])
-        if not before or any(a is not b for a, b in zip(acting, before, strict=True)):
-            table = [method.numbers for method in acting]
-            self.kept["methods"] = acting
-            self.kept["numbers"] = {
-                name: torch.tensor(
-                    [row[name] for row in table], dtype=torch.float64, device=self.run.device
-                )
-                for name in table[0]
-            }
-        found: dict[str, Tensor] = self.kept["numbers"]
-        return found
+        """The methods' numbers, on the device."""
+        table, kind = [method.numbers for method in acting], torch.float64
+        return {name: torch.tensor([row[name] for row in table], dtype=kind, device=self.run.device)
+                for name in table[0]}  # fmt: skip
 
     # -- recorded rounds ---------------------------------------------------------------------------
     @property
@@ -171,9 +160,8 @@ class Linear:
             run = live_run(self.run, names, {k: v[0] for k, v in numbers.items()})
             return Linear(run, [run.method], self.rates, run.lr)
         own = {name: value for name, value in numbers.items() if name != "lr"}
-        kept = {"methods": self.methods, "numbers": own}
         run = live_run(self.run, names, {})
-        return Linear(run, self.methods, self.rates, numbers["lr"][:, None], kept)
+        return Linear(run, self.methods, self.rates, numbers["lr"][:, None], own)
 
 
 def _one_step(
@@ -184,7 +172,9 @@ def _one_step(
     found = answer(batch.logits(kernel.dual.model, state.x), batch.target)
     first, loss = found.slope * layout.share, layout.means(found.loss)
     if method.loss_data == "full" and not run.schedule.full_batch:
-        loss = _full_losses(kernel, state)
+        train = kernel.dual.train
+        logits = train.logits(kernel.dual.model, state.x)
+        loss = train.layout.means(sample_losses(logits, train.target))
     products = method.uses_curvature or method.uses_norms
     products |= run.clip_norm is not None or method.penalty_bound is not None
     sent = _receive(kernel, server, state, batch, first, loss, products)
@@ -225,11 +215,6 @@ def _drawn(kernel: Linear, batches: RoundBatches) -> Columns:
     layout, place = kernel.plan.first
     rows = batches.shuffled[0].index_select(0, place)
     return kernel.dual.batch(kernel.run.federation.train, layout, rows)
-
-
-def _full_losses(kernel: Linear, state: State) -> Float64[Tensor, "runs n"]:
-    train = kernel.dual.train
-    return train.layout.means(sample_losses(train.logits(kernel.dual.model, state.x), train.target))
 
 
 def _local_steps(

@@ -18,7 +18,7 @@ Tables over clients become numbers per column (`spread`), and back (`sums`, `mea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -252,6 +252,8 @@ class Dual:
     classifies: bool
     federation: Federation
     dtype: torch.dtype
+    splits: dict[str, Columns] = field(default_factory=dict)  # made so far
+    crosses: dict[str, list[Tensor]] = field(default_factory=dict)
 
     @cached_property
     def groups(self) -> list[list[int]]:
@@ -260,10 +262,6 @@ class Dual:
     @cached_property
     def train(self) -> Columns:
         return self.split("train")
-
-    @cached_property
-    def splits(self) -> dict[str, Columns]:
-        return {}
 
     def split(self, name: str) -> Columns:
         """All samples of a split; cached for later evaluations."""
@@ -292,10 +290,6 @@ class Dual:
             return Target(y.reshape(len(y), self.outputs).T.contiguous(), None)
         classes = torch.arange(self.outputs, device=y.device)
         return Target((classes[:, None] == y).to(self.dtype), y[None])
-
-    @cached_property
-    def crosses(self) -> dict[str, list[Tensor]]:
-        return {}
 
     def cross(self, name: str) -> list[Float[Tensor, "count width samples"]]:
         """⟨x̃_train, x̃_evaluated⟩ of every client; cached as well."""
