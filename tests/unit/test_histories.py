@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from fairvar.engine.grid import Member, train_grid
 from fairvar.engine.settings import EvaluateSettings, TrainSettings
 from fairvar.engine.state import Outcome, State, stays_finite
 from fairvar.engine.train import Checkpoint
-from fairvar.engine.trainer import Runs
 from fairvar.runs.formats import pack_history, unpack_history
 
 
@@ -136,29 +134,6 @@ def test_a_run_that_diverges_later_keeps_what_was_seen() -> None:
     assert len(history.evaluated) > 3
     assert torch.isfinite(history.evaluated_loss["test", "global"]).all()
     assert history.diverged_at == history.state.round
-
-
-class OnGpu(list):
-    is_cuda = True
-
-
-def test_rounds_after_a_divergence_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU is asked every tenth round only, so that the host need not wait for it."""
-    gpu = SimpleNamespace(diverged_at=OnGpu([-1]))
-    assert [t for t in range(30) if Runs.looks(gpu, t)] == [9, 19, 29]  # type: ignore[arg-type]
-    pairs = [(x, x.sum(1)) for x, _ in clients([5, 3])]
-    data, found = fv.Federation.from_arrays(pairs), []
-    given: dict = {"loss": "mse", "evaluate_every": 70}
-    for looks in (Runs.looks, lambda runs, t: t % 10 == 9):
-        monkeypatch.setattr(Runs, "looks", looks)
-        with pytest.warns(RuntimeWarning, match="try a smaller lr, or clip_norm"):
-            found.append(fv.train("linear", data, fv.FedAvg(), 70, 9.0, **given))
-    one, other = found
-    assert one.diverged_at == other.diverged_at == other.state.round < 65
-    assert (one.rounds, one.bytes_up) == (other.rounds, other.bytes_up)
-    assert torch.equal(one.loss, other.loss)
-    assert all(torch.equal(a, b) for a, b in zip(one.state.tensors(), other.state.tensors(),
-                                                 strict=True))  # fmt: skip
 
 
 @pytest.mark.parametrize("engine", ["reference", "pooled", "vmapped", "blocked", "linear"])

@@ -30,7 +30,6 @@ from fairvar.engine.state import GOING, Outcome, State, settle, stack_states
 
 Progress = Callable[[int, int], object]  # (rounds done, rounds in all), perhaps → STOP
 STOP = object()
-LOOK_AFTER = 10  # rounds on a GPU
 Keep = Callable[[int, Callable[[], list[Checkpoint]]], None]  # (rounds done, make checkpoints)
 
 
@@ -50,8 +49,8 @@ def train_rounds(
         due = (t + 1) % every == 0 or t + 1 == rounds
         for part in parts:
             part.step(due)
-        looks = due or (len(parts) == 1 and parts[0].looks(t))
-        if looks and not any(part.any_going for part in parts):
+        alone = len(parts) == 1 and parts[0].alone
+        if (alone or due) and not any(part.any_going for part in parts):
             return  # all runs have diverged
         if keep is not None:
             keep(t + 1, lambda: [made for part in parts for made in part.checkpoints()])
@@ -85,11 +84,9 @@ class Runs:
         self.recorder = Recorder(kernel.run, kernel.methods, before, self.first_round, every_round)
         self.captured: Captured | None = None
 
-    def looks(self, t: int) -> bool:
-        """Whether to look after round t if a single run has diverged. On a GPU not always, because
-        the host waits for the round."""
-        last = not self.diverged_at.is_cuda or t % LOOK_AFTER == LOOK_AFTER - 1
-        return last and len(self.diverged_at) == 1
+    @property
+    def alone(self) -> bool:
+        return len(self.diverged_at) == 1
 
     @property
     def any_going(self) -> bool:
