@@ -153,6 +153,8 @@ def _reasons(layer: nn.Module) -> Iterator[str]:
         yield f"is random, {one}: use LeakyReLU or MaxPool instead"
     if isinstance(layer, nn.RNNBase):
         yield f"cannot have parameters per client under vmap: write it with Linear layers {LOOP}"
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+        yield "has sparse gradients, which cannot be averaged: set sparse=False"
     if isinstance(layer, torch.jit.ScriptModule) or hasattr(layer, "_orig_mod"):
         yield "is compiled: give the module that it was made from"
     if isinstance(layer, nn.DataParallel | nn.parallel.DistributedDataParallel):

@@ -12,6 +12,7 @@ import numpy as np
 from msgspec.structs import replace as with_fields
 
 from fairvar.common import display
+from fairvar.common.files import given_path
 from fairvar.engine.history import BY_MODEL, Frame, History, sizes_of
 from fairvar.errors import BadInput, shown, unknown
 from fairvar.metrics import mean_and_variance
@@ -107,7 +108,7 @@ class Comparison:
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write the tables in every format, and the figures as PNG and PDF."""
-        out, written = Path(folder), list[Path]()
+        out, written = given_path(folder), list[Path]()
         for name, table in (("table", self.table), ("differences", self.differences)):
             for end, kind in FORMATS.items():
                 written.append(out / f"{name}.{end}")
@@ -165,7 +166,7 @@ def _of_histories(
 def _of_folder(
     runs: Sweep | str | Path, model: str | None, federation: str
 ) -> tuple[Sequence[Result], Sequence[Trial], str, Table, str]:
-    folder = runs.folder if isinstance(runs, Sweep) else Path(runs)
+    folder = runs.folder if isinstance(runs, Sweep) else given_path(runs)
     only = runs.names if isinstance(runs, Sweep) else None
 
     def rule(config: Config) -> Criterion:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fairvar.common.files import given_path
 from fairvar.errors import BadInput, shown
 from fairvar.report.files import write_files
 from fairvar.report.result_tables import shorten
@@ -61,9 +62,9 @@ def write_report(
     if not isinstance(runs, Sweep | str | Path):
         raise BadInput(f"write_report takes a Sweep or the folder of one, not {shown(runs)}")
     load_plugin(None if plugin is None else Path(plugin))
-    folder = runs.folder if isinstance(runs, Sweep) else Path(runs)
+    folder = runs.folder if isinstance(runs, Sweep) else given_path(runs)
     only = runs.names if isinstance(runs, Sweep) else None
-    target, rule = folder / "report" if out is None else Path(out), rule_of(model, t, unit, m)
+    target, rule = folder / "report" if out is None else given_path(out), rule_of(model, t, unit, m)
     with shown_if(progress, "report") as report:
         report(0, 1, "reading runs")
         groups = gather(folder, rule=rule, model=model, only=only)

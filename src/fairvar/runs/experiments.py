@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fairvar.common.files import given_path
 from fairvar.common.process import Report, note, stop_signals
 from fairvar.common.process import progress as progress_bar
 from fairvar.engine.history import History
@@ -45,7 +46,7 @@ def run(
     plugin: a Python file to load first, for methods of your own.
     """
     load_plugin(None if plugin is None else Path(plugin))
-    settings, out = Config.load(config, overrides), Path(out)
+    settings, out = Config.load(config, overrides), given_path(out)
     forget_files()
     folder = run_folder(settings, out)  # needs readable data
     check_writable(out)
@@ -129,7 +130,7 @@ def sweep(
     if ray is None and (ray_cpus, ray_gpus) != (None, None):
         raise BadInput("--ray-cpus and --ray-gpus are for --ray ADDRESS; give that too")
     seconds = None if budget is None else parse_budget(budget)
-    folder = Path("runs") / plan.name if out is None else Path(out)
+    folder = Path("runs") / plan.name if out is None else given_path(out)
     groups = part_of(plan, shard, batch)
     cells = [cell for group in groups for cell in group]
     forget_files()
