@@ -314,6 +314,8 @@ class History:
         if not (isinstance(split, str) and isinstance(model, str)):
             raise BadInput(self._why_not("accuracy", (split, model)))
         table, at = self.score[split, model], as_python(at)
+        if not len(table):
+            raise BadInput(self._why_not("own_score", (split, model)))
         if not isinstance(at, int) or not -len(table) <= at < len(table):
             raise BadInput(f"at = {shown(at)}: there are {len(table)} evaluations; -1 is the last")
         scores, counts = table[at], self.samples[split]

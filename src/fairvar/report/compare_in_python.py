@@ -62,11 +62,13 @@ class Comparison:
     def to_text(self, format: str = "markdown") -> str:
         """Both tables: "terminal", "markdown", "latex" or "csv"."""
         first = shorten(self.table, explain=True) if format == "terminal" else self.table
-        return "\n".join(render(table, format) for table in (first, self.differences))
+        return "\n".join(render(t, format) for t in (first, self.differences) if t.rows)
 
     def _repr_html_(self) -> str:
         tables = []
         for table in (shorten(self.table, explain=False), self.differences):
+            if not table.rows:  # there is one method, or only one did not diverge
+                continue
             columns = [texts_of(table, column) for column in table.columns]
             rows = list(zip((row.label for row in table.rows), *columns, strict=True))
             head = (table.title, *(column.header for column in table.columns))

@@ -418,6 +418,8 @@ def load(path: str | Path) -> History | State | Tree:
         content = read_bytes(path, MOST_TENSORS)
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror or error}") from None
+    if path.name in (MANIFEST, "history.safetensors") and is_complete(path.parent):
+        raise BadInput(f"{path} is a part of a run; give its folder, {path.parent}")
     if not content.startswith(SEALED):
         if path.suffix not in WEIGHT_FILES:
             raise BadInput(f"{path.name} is no file of History.save or State.save; weight "
