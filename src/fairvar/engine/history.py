@@ -373,7 +373,7 @@ def join(first: History, later: History) -> History:
     for fine, why in differ:
         if not fine:
             raise BadInput(f"these histories cannot be joined: {why}; the second must come from "
-                           "train(…, state=first)")  # fmt: skip
+                           "train(…, state=first) with the same options")  # fmt: skip
     rows = ("observed", "participant_loss", "participant_weights", "ascended", "evaluated",
             "gradient_variance", "update_norm")  # fmt: skip
     whole: dict[str, Any] = {n: torch.cat([getattr(h, n) for h in (first, later)]) for n in rows}
