@@ -204,7 +204,7 @@ def _labelled(outputs: Numbers, targets: Numbers) -> tuple[Floats, Labels]:
 def _numbers(outputs: Numbers, targets: Numbers) -> tuple[Floats, Floats]:
     """Both by (sample, output)."""
     z, y = as_array(outputs, "outputs"), as_array(targets, "targets")
-    if z.size != y.size:
+    if z.shape[:1] != y.shape[:1] or z.size != y.size:
         raise BadInput(f"outputs {z.shape} and targets {y.shape}: give equally many")
     return z.reshape(len(y), -1), y.reshape(len(y), -1)
 
@@ -233,13 +233,15 @@ def f1(outputs: Numbers, targets: Numbers) -> float:
 def auc(outputs: Numbers, targets: Numbers) -> float:
     """The area under the ROC curve of each of the client's classes against its others, averaged
     over these classes. Samples are ranked by the probability of the class, the softmax of the
-    outputs. NaN if the client has one class only."""
+    outputs. NaN if the client has one class only, or outputs that are not finite."""
     z, y = _labelled(outputs, targets)
-    z = z - z.max(1, keepdims=True)
-    # Logarithms, which tie less often than probabilities near 1; equal but for rounding is equal.
-    logarithm = np.round(z - np.log(np.exp(z).sum(1, keepdims=True)), 12)
+    with np.errstate(invalid="ignore"):  # of infinite outputs
+        z = z - z.max(1, keepdims=True)
+        # Logarithms, which tie less often than probabilities near 1; rounded, so that numbers tie
+        # that are equal but for rounding.
+        logarithm = np.round(z - np.log(np.exp(z).sum(1, keepdims=True)), 12)
     labels = np.unique(y)
-    if len(labels) < 2:
+    if len(labels) < 2 or np.isnan(logarithm).any():
         return math.nan
     return float(np.mean([_area(logarithm[:, label], y == label) for label in labels]))
 

@@ -129,15 +129,60 @@ def test_the_table_has_names_and_every_client(parts):
     assert f"{found.fairness(2).mean:.4f}" in lines[-1]
 
 
-def test_regression_has_losses_only():
+@pytest.mark.parametrize("engine", ["auto", "reference"])
+def test_scores_are_by_the_metric_of_the_history(engine):
+    draw = np.random.default_rng(0)
+    slope = np.array([1.0, -2.0, 0.5])
+    pairs = [(x, x @ slope + 0.1 * i) for i in range(5) for x in [draw.normal(size=(8 + i, 3))]]
+    train, later = fv.Federation.from_arrays(pairs, test=pairs).hold_out([3, 4])
+    history = fv.train("linear", train, fv.Ditto(), rounds=2, loss="mse", metric="r2", **EXACT)
+    found = fv.new_clients(history, "linear", later, (0, 2), loss="mse", engine=engine)
+    for client, (x, y) in enumerate(pairs[3:]):
+        weight = history.model["1.weight"][0].numpy()
+        for steps in (0, 2):
+            error = y - x @ weight
+            expected = 1 - (error**2).sum() / ((y - y.mean()) ** 2).sum()
+            assert float(found.score["test", steps][client]) == pytest.approx(expected, abs=1e-10)
+            for _ in range(2):  # plain gradient descent on ½ squared errors
+                weight = weight + 0.1 * x.T @ (y - x @ weight) / len(y)
+    assert found.fairness(2).worst_10_percent == float(found.score["test", 2].min())
+    assert repr(found).startswith("Ditto, 2 new clients, by R²\n")
+    frame = found.to_frame()
+    assert list(frame) == ["client", "split", "steps", "r2", "accuracy", "loss"]
+    by_error = fv.new_clients(history, "linear", later, 2, loss="mse", metric="rmse")
+    assert f"{by_error.fairness(2).largest:.4f}" in repr(by_error)  # the worst
+
+
+def test_an_own_metric_is_asked_for_where_it_is_not_stored(parts, tmp_path):
+    def bias(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs.argmax(1) - targets).double().mean()
+
+    train, later = parts
+    fv.train("multinomial", train, fv.FedAvg(), 1, metric=bias, **EXACT).save(tmp_path / "h")
+    loaded = fv.load(tmp_path / "h")
+    with pytest.raises(BadInput, match="function of the metric bias is not stored"):
+        fv.new_clients(loaded, "multinomial", later)
+    assert fv.new_clients(loaded, "multinomial", later, metric=bias).metric.name == "bias"
+
+
+def test_positions_of_sequences_are_counted():
+    x, tags = torch.arange(8).reshape(4, 2), torch.tensor([[0, 1], [1, -100], [0, 1], [1, -100]])
+    pairs = [(x, tags), (x, tags)]
+    train, later = fv.Federation.from_arrays(pairs, test=pairs).hold_out([1])
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 2))
+    found = fv.new_clients(fv.train(model, train, fv.FedAvg(), 1), model, later, np.int64(0))
+    assert found.samples["test"].tolist() == [6]
+
+
+def test_regression_is_scored_by_its_loss():
     pairs = [(np.eye(3), np.ones((3, 1)) * i) for i in range(4)]
     train, later = fv.Federation.from_arrays(pairs, test=pairs).hold_out(0.5)
     history = fv.train("linear", train, fv.FedAvg(), rounds=1, loss="mse")
     found = fv.new_clients(history, "linear", later, (0, 3), loss="mse")
     assert bool((found.loss["test", 3] <= found.loss["test", 0]).all())
     assert len(repr(found).splitlines()) == 4
-    with pytest.raises(BadInput, match="regression has no accuracy"):
-        found.fairness(3)
+    assert found.fairness(3).mean == float(found.loss["test", 3].mean())
+    assert bool(found.accuracy["test", 3].isnan().all())
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -146,6 +191,8 @@ def test_regression_has_losses_only():
     ({"steps": -1}, "whole numbers, at least 0"),
     ({"steps": ()}, "whole numbers"),
     ({"steps": (0, 1.5)}, "whole numbers"),
+    ({"steps": 1.5}, "whole numbers"),
+    ({"steps": None}, "whole numbers"),
     ({"lr": 0.0}, "train.lr"),
     ({"model": "2nn"}, "another model"),
     ({"evaluate_splits": ("exam",)}, "no exam data"),

@@ -182,11 +182,25 @@ def test_early_stopping_by_name_knows_which_way_is_better() -> None:
         assert history.rounds == ends, name
 
 
+def test_a_score_that_is_not_defined_is_never_the_best() -> None:
+    nan = float("nan")
+    history, found = early([nan, 0.1, nan, nan])
+    assert (history.rounds, found.best, found.best_round) == (4, 0.1, 2)
+    history, found = early([nan, nan, nan])
+    assert (history.rounds, found.best_round, found.best_state) == (2, 0, None)
+    assert "(valid)" not in str(history.stopped)  # a function looks where it likes
+    assert str(history.stopped).endswith("has not been a number")
+    with pytest.raises(fv.BadInput, match="corrected_variance of the loss is not defined on valid"):
+        fv.train("multinomial", DATA, fv.FedAvg(), 2, metric="loss",
+                 callbacks=[fv.EarlyStopping("corrected_variance")])  # fmt: skip
+
+
 def test_bad_early_stopping_is_refused() -> None:
     config.update("jaxtyping_disable", True)  # it would refuse some by itself
     for options, why in (({"score": "meen"}, "did you mean 'mean'"), ({"patience": 0}, "patience"),
                          ({"score": "variance_interval"}, "unknown score"),
                          ({"higher_is_better": "no"}, "give True or False"),
+                         ({"model": "shared"}, "unknown model 'shared'"),
                          ({"min_delta": -1.0}, "min_delta")):  # fmt: skip
         with pytest.raises(fv.BadInput, match=why):
             fv.EarlyStopping(**options)  # type: ignore[arg-type]

@@ -87,6 +87,8 @@ def test_the_zoo_is_fine(name: str) -> None:
         (nn.InstanceNorm2d(4, track_running_stats=True), "track_running_stats=False", False),
         (type("OwnNorm", (nn.BatchNorm1d,), {})(4), "of its own kind", False),
         (nn.MultiheadAttention(4, 1, dropout=0.1), "set it to 0", True),
+        (nn.Embedding(4, 4, sparse=True), "set sparse=False", True),
+        (nn.EmbeddingBag(4, 4, sparse=True), "set sparse=False", True),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )

@@ -208,6 +208,39 @@ def test_compare_takes_runs_of_different_length_and_common_seeds(
     assert frame["mean"][2] == early[0].fairness().mean
 
 
+def test_where_nothing_is_left_to_compare_with_there_is_one_table(tmp_path: Path) -> None:
+    lost = [replace(h, diverged_at=3) for h in trained(fv.FedAvg())]
+    for runs in ({"a": trained(fv.TERM(2.0))}, {"FedAvg": lost, "a": trained(fv.TERM(2.0))}):
+        found = fv.compare(runs)
+        assert "Compared with" not in str(found) + found._repr_html_()
+        assert found.save(tmp_path)
+
+
+def test_wrong_options_of_a_sweep_end_in_one_line(tmp_path: Path) -> None:
+    config.update("jaxtyping_disable", True)
+    plan = {"sweep": {"methods": ["fedavg"], "seeds": 1, "lr": [0.1]}}
+    for options, why in (({"workers": "2"}, "workers = '2'"), ({"budget": 10}, "budget 10"),
+                         ({"workers": 0}, "at least 1"), ({"shard": 3}, "shard 3"),
+                         ({"save_every": 1.5}, "save-every = 1.5")):  # fmt: skip
+        with pytest.raises(fv.BadInput, match=why):
+            fv.sweep(plan, out=tmp_path / "sweep", **options)
+    with pytest.raises(fv.BadInput, match="path = None"):
+        fv.run({}, out=None)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    fv.run({"data": {"name": "digits", "clients": 3}, "train": {"rounds": 1}}, out="~/runs")
+    (run,) = names(tmp_path / "runs")
+    fv.compare({"a": trained(fv.FedAvg())}).save("~/tables")
+    assert (tmp_path / "tables" / "table.md").exists()
+    assert fv.load(f"~/runs/{run}").rounds == 1
+    for part in ("manifest.json", "history.safetensors"):
+        with pytest.raises(fv.BadInput, match="is a part of a run; give its folder"):
+            fv.load(f"~/runs/{run}/{part}")
+
+
 def test_what_cannot_be_compared_is_refused() -> None:
     two = trained(fv.FedAvg())
     other = fv.train("multinomial", fv.load_federation("digits", clients=6), fv.FedAvg(), 1)

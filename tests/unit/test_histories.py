@@ -126,6 +126,15 @@ def test_a_run_that_diverges_before_its_first_evaluation(engine: str) -> None:
     assert ("test", "global") not in history.accuracy
 
 
+def test_a_run_that_diverged_has_no_fairness() -> None:
+    pairs = [(torch.eye(3), torch.ones(3))]
+    data = fv.Federation.from_arrays(pairs, test=pairs)
+    with pytest.warns(RuntimeWarning, match="diverged"):
+        history = fv.train("linear", data, fv.FedAvg(), 100, lr=1e9, loss="mse")
+    with pytest.raises(fv.BadInput, match="the run diverged in round"):
+        history.fairness()
+
+
 def test_a_run_that_diverges_later_keeps_what_was_seen() -> None:
     pairs = [(x, x.sum(1)) for x, _ in clients([5, 3])]
     data = fv.Federation.from_arrays(pairs, test=pairs)

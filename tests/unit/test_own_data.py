@@ -206,6 +206,7 @@ def test_a_csv_file_is_its_frame(tmp_path: Path):
 
 @pytest.mark.parametrize("names", [
     ("001", "002", "010"), ("1", "2", "10"), ("01", "1"), ("1.50", "2"), ("0.5", "10.5"),
+    ("NA", "US"), ("None", "nan", "null"),
 ])  # fmt: skip
 def test_clients_of_a_csv_file_keep_their_names_as_written(tmp_path: Path, names):
     """Those that are numbers as Python writes them are in their order."""
@@ -440,6 +441,66 @@ def test_new_clients_are_standardised_like_those_that_trained():
         tokens.standardise()
 
 
+def test_numbers_of_numpy_and_torch_are_taken():
+    config.update("jaxtyping_disable", True)
+    shares = np.array([0.5, 0.25, 0.25])
+    found = fv.Federation.from_arrays(arrays(8, 8, 8, 8), classes=np.int64(3), split=shares,
+                                      seed=np.int64(4))  # fmt: skip
+    same = fv.Federation.from_arrays(arrays(8, 8, 8, 8), split=(0.5, 0.25, 0.25), seed=4)
+    assert found.classes == 3
+    assert torch.equal(found.train.x, same.train.x)
+    ids = [found.hold_out(given)[1].provenance["ids"]
+           for given in ([1], [np.int64(1)], np.array([1]), torch.tensor([1]))]  # fmt: skip
+    assert ids == [[1]] * 4
+    assert found.hold_out(np.float32(0.25))[1].clients == 1
+    one = fv.load_federation("digits", np.int64(4), seed=np.int32(1), fraction=np.float32(0.5))
+    two = fv.load_federation("digits", 4, seed=1, fraction=0.5)
+    assert one.provenance == two.provenance
+
+
+def test_arrays_of_objects_are_read_if_they_hold_numbers():
+    ((x, y),) = arrays(6)
+    rows = np.empty(6, dtype=object)
+    rows[:] = list(x)
+    found = fv.Federation.from_arrays([(rows, y.astype(object))])
+    assert torch.equal(found.train.x, torch.from_numpy(x))
+    table = FRAME.astype({"age": object, "dose": object})
+    again = fv.Federation.from_frame(table, **WAY, split=None)
+    assert torch.equal(again.train.x, made().train.x)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"train": [(torch.eye(4).to_sparse(), [0, 1, 0, 1])]}, "it is sparse; give x.to_dense"),
+    ({"train": [([[1, 2], [1]], [0, 1])]}, "rows of different lengths"),
+    ({"client_names": 3}, "give a list of names"),
+    ({"client_names": "ab"}, "give a list of names"),
+    ({"client_names": [1, 2]}, "1 is a int; give one string each"),
+])  # fmt: skip
+def test_other_kinds_of_arrays_and_names_end_in_one_line(options, message):
+    config.update("jaxtyping_disable", True)
+    with pytest.raises(BadInput, match=message):
+        fv.Federation.from_arrays(**{"train": arrays(4, 4), **options})
+
+
+@pytest.mark.parametrize(("frame", "options", "message"), [
+    (FRAME.assign(age=1j), {}, "'age' hold no numbers"),
+    (FRAME, {"features": ["age", "age"]}, "name each column once"),
+    (FRAME.assign(ward=[[1]] * 8), {}, "must hold words or numbers"),
+    (FRAME, {"regression": "yes"}, "give True or False"),
+    (FRAME, {"one_hot": "yes"}, "give True or False"),
+])  # fmt: skip
+def test_other_kinds_of_columns_end_in_one_line(frame, options, message):
+    config.update("jaxtyping_disable", True)
+    with pytest.raises(BadInput, match=message):
+        fv.Federation.from_frame(frame, **{**WAY, **options})
+
+
+def test_items_of_a_data_set_may_have_several_inputs():
+    items = [((torch.ones(3) * i, torch.tensor(i)), i % 2) for i in range(4)]
+    found = fv.Federation.from_datasets([items, items])
+    assert [tuple(part.shape) for part in found.train.x] == [(8, 3), (8,)]
+
+
 # -- clients set aside -----------------------------------------------------------------------------
 def test_held_out_clients_and_the_rest_are_the_federation():
     whole = clinics(10)
@@ -460,6 +521,7 @@ def test_clients_are_held_out_by_name_or_id():
     train, later = made().hold_out(["north"])
     assert (train.client_names, later.client_names) == (("east",), ("north",))
     assert made().hold_out([1])[1].client_names == ("north",)
+    assert made().only(["north"]).client_names == ("north",)
     assert later.provenance["features"] == ["age", "dose"]
 
 
@@ -472,6 +534,19 @@ def test_clients_are_held_out_by_name_or_id():
 def test_clients_that_cannot_be_held_out(clients, message):
     with pytest.raises(BadInput, match=message):
         made().hold_out(clients)
+
+
+def test_which_clients_is_never_guessed():
+    config.update("jaxtyping_disable", True)
+    whole = fv.Federation.from_frame(FRAME.assign(ward=[1, 2] * 4), **WAY, split=None)
+    assert whole.hold_out(["1"])[1].client_names == ("1",)
+    with pytest.raises(BadInput, match="client 1 is the name of one client and the number of '2'"):
+        whole.hold_out([1])
+    for wrong, message in (([], "no client is left"), ([9], "clients 0 to 1"), ("a", "unknown")):
+        with pytest.raises(BadInput, match=message):
+            whole.only(wrong)
+    with pytest.raises(BadInput, match="seed = -1"):
+        whole.hold_out(0.5, seed=-1)
 
 
 # -- the table by name -----------------------------------------------------------------------------

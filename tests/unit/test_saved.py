@@ -208,6 +208,41 @@ def test_only_a_continuation_can_be_joined() -> None:
         first + 3  # type: ignore[operator]
 
 
+def test_a_continuation_of_another_run_is_not_joined(tmp_path: Path) -> None:
+    first = trained(fv.FedAvg())
+    rest = trained(fv.FedAvg(), 6, state=first)
+    with pytest.raises(fv.BadInput, match="the second continues another run"):
+        trained(fv.FedAvg(), seed=4) + rest
+    first.state.save(tmp_path / "state")
+    again = trained(fv.FedAvg(), 6, state=fv.load(tmp_path / "state"))
+    last = trained(fv.FedAvg(), 8, state=rest)
+    for whole in ((first + again) + last, first + (again + last)):
+        assert whole.rounds == 8
+        assert "continues" not in whole.provenance
+
+
+def test_tables_are_in_one_order_and_histories_are_compared_by_identity(tmp_path: Path) -> None:
+    first = trained(fv.FedAvg(), evaluate_splits=("test", "valid"))
+    first.save(tmp_path / "first")
+    loaded = fv.load(tmp_path / "first")
+    assert loaded.to_frame().to_csv() == first.to_frame().to_csv()
+    assert list(loaded.score) == list(first.score)
+    assert first == first
+    assert first not in [loaded, loaded]
+    assert len({first, loaded, first.state, loaded.state}) == 4
+
+
+def test_clients_are_named_by_id_or_name() -> None:
+    config.update("jaxtyping_disable", True)
+    pairs = [DATA.train.of(i) for i in range(3)]
+    named = fv.Federation.from_arrays(pairs, test=pairs, client_names=["a", "b", "c"])
+    history = fv.train("multinomial", named, fv.Ditto(), 1)
+    for client in (1, "b", torch.tensor(1)):
+        assert torch.equal(history.personal_model(client)["1.bias"],
+                           history.state.personal["1.bias"][1])  # fmt: skip
+    assert history.fairness(at=torch.tensor(0)).mean == history.fairness().mean
+
+
 def share_right(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.argmax(1) == targets).double().mean()
 

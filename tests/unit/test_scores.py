@@ -99,6 +99,13 @@ def test_what_is_not_defined_is_nan_and_never_zero() -> None:
     assert METRICS["balanced_accuracy"]([[0.0, 1.0]], [1]) == 1.0
 
 
+def test_numbers_that_do_not_fit_each_other_have_no_score() -> None:
+    assert math.isnan(METRICS["auc"]([[math.inf, 1.0], [0.0, 1.0]], [0, 1]))
+    assert METRICS["auc"]([[-math.inf, 1.0], [0.0, -1.0]], [1, 0]) == 1.0
+    with pytest.raises(fv.BadInput, match="give equally many"):
+        METRICS["rmse"](np.ones((2, 3)), np.ones((3, 2)))
+
+
 def test_labels_of_sequences_and_positions_without_one() -> None:
     z, y = DRAW.normal(size=(4, 6, 3)), DRAW.integers(0, 3, (4, 6))
     for name in OF_LABELS:

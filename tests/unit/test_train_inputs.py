@@ -525,3 +525,21 @@ def test_every_error_is_one_printable_line(kind: type[Exception]) -> None:
     assert str(error).isprintable()
     assert len(str(error)) < 1300
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    config.update("jaxtyping_disable", True)
+    pairs = [(np.eye(4) * (i + 1), np.arange(4) % 2) for i in range(3)]
+    data = fv.Federation.from_arrays(pairs, test=pairs)
+    history = fv.train("multinomial", data, fv.TERM(np.float32(2)), np.int64(2), torch.tensor(0.5),
+                       seed=np.int32(3), batch_size=np.int64(2), evaluate_every=1)  # fmt: skip
+    same = fv.train("multinomial", data, fv.TERM(2.0), 2, 0.5, seed=3, batch_size=2,
+                    evaluate_every=1)  # fmt: skip
+    assert history.method == same.method
+    assert all(map(torch.equal, history.state.tensors(), same.state.tensors()))
+
+
+def test_labels_in_a_column_are_explained() -> None:
+    pairs = [(np.eye(4), np.arange(4)[:, None] % 2)]
+    with pytest.raises(fv.BadInput, match="if a sample has one label, give y as an array"):
+        fv.train("multinomial", fv.Federation.from_arrays(pairs), fv.FedAvg(), 1)

@@ -26,7 +26,7 @@ def number(value: object) -> str:
     """A number in few digits; other things as they are."""
     if not isinstance(value, float):
         return f"{value:,}" if isinstance(value, int) else str(value)
-    return f"{value:.4g}" if math.isfinite(value) else "–"
+    return "–" if math.isnan(value) else f"{value:.4g}"
 
 
 def table(

@@ -29,7 +29,7 @@ class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         for name, kind in _field_types(type(self)):
-            value = getattr(self, name)
+            value = as_python(getattr(self, name))
             try:
                 value = msgspec.convert(value, kind)
             except msgspec.ValidationError as error:
@@ -40,6 +40,19 @@ class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Conditions between fields; raise `BadInput`. Nothing by default."""
+
+
+def as_python(value: Any) -> Any:
+    """Numbers and arrays of numpy and torch as Python's; other things as they are."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def whole_number(name: str, value: object, least: int = 0) -> int:
+    """Raise unless it is a whole number of Python, numpy or torch."""
+    found = as_python(value)
+    if not isinstance(found, int) or isinstance(found, bool) or found < least:
+        raise BadInput(f"{name} = {shown(value)}: give a whole number, at least {least}")
+    return found
 
 
 @cache

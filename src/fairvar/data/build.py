@@ -14,10 +14,11 @@ import torch
 from jaxtyping import Float, Int64, Integer
 
 from fairvar.common import rng
+from fairvar.common.validation import as_python, whole_number
 from fairvar.data import builtin, sources
 from fairvar.data.dataset import Dataset
 from fairvar.data.federation import SPLITS, Federation, Split
-from fairvar.data.own_data import DEFAULT_SPLIT, Rows, check_shares, split_rows
+from fairvar.data.own_data import DEFAULT_SPLIT, Rows, Shares, checked_shares, split_rows
 from fairvar.data.partition import (
     IID,
     Assignment,
@@ -87,7 +88,9 @@ def load_federation(
         raise unknown("data set", name, DATASET_NAMES)
     if not isinstance(root, str | Path | None):
         raise BadInput(f"root = {shown(root)}: give the path of a folder or file")
-    _check_request(clients, partition, seed, split, holdout, pool_samples, fraction, samples)
+    clients, seed, split, pool_samples, fraction, samples = _checked_request(
+        clients, partition, seed, split, holdout, pool_samples, fraction, samples
+    )
     data: Dataset | Federation
     if _is_file_set(name, root):
         data = sources.load(name, root, pool=holdout == "pool")
@@ -152,7 +155,9 @@ def build_federation(
         raise BadInput(f"dataset must be a fairvar Dataset, not {type(dataset).__name__}")
     if partition is None:
         raise BadInput(f"partition = None: {PARTITION}")
-    _check_request(clients, partition, seed, split, holdout, pool_samples, fraction, samples)
+    clients, seed, split, pool_samples, fraction, samples = _checked_request(
+        clients, partition, seed, split, holdout, pool_samples, fraction, samples
+    )
     dataset = subsample(dataset, fraction, samples)
     if holdout == "auto":
         holdout = "split" if dataset.pool_x is None else "pool"
@@ -192,27 +197,25 @@ def build_federation(
 PARTITION = "give an object such as Dirichlet(alpha=0.1), Shards(), IID() or Natural()"
 
 
-def _check_request(
+def _checked_request(
     clients: Any, partition: object, seed: Any, split: Any, holdout: object,
     pool_samples: Any, fraction: Any, samples: Any,
-) -> None:  # fmt: skip
-    """Everything that can be checked before the data are read."""
-    counts = {"clients": clients, "pool_samples": pool_samples, "seed": seed}
-    for name, value in {**counts, **({} if samples is None else {"samples": samples})}.items():
-        least = 0 if name == "seed" else 1
-        whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        if not (whole and value >= least):
-            raise BadInput(f"{name} = {shown(value)}: give a whole number, at least {least}")
+) -> tuple[int, int, Shares, int, float, int | None]:  # fmt: skip
+    """Everything that can be checked before the data are read; numbers as Python's."""
+    clients = whole_number("clients", clients, least=1)
+    pool_samples = whole_number("pool_samples", pool_samples, least=1)
+    samples = None if samples is None else whole_number("samples", samples, least=1)
+    seed = whole_number("seed", seed)
     if not isinstance(partition, (*get_args(Partition), NoneType)):
         raise BadInput(f"partition = {shown(partition)}: {PARTITION}")
     if not isinstance(holdout, str) or holdout not in get_args(Holdout):
         raise unknown("holdout", holdout, get_args(Holdout))
-    number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
-    if not (number and 0 < fraction <= 1):
+    share = as_python(fraction)
+    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
         raise BadInput(f"fraction = {shown(fraction)}: give a number above 0 and at most 1")
     if samples is not None and fraction != 1:
         raise BadInput("give fraction or samples, not both")
-    check_shares(split)
+    return clients, seed, checked_shares(split), pool_samples, share, samples
 
 
 def _from_pool(

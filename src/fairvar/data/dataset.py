@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float32, Integer, Shaped, UInt8
 from torch import Tensor
 
+from fairvar.common.validation import whole_number
 from fairvar.errors import BadInput, shown
 
 IGNORED = -100  # a position of a sequence without target, as torch's `ignore_index`
@@ -90,11 +91,8 @@ class Dataset:
         for name in ("name", "sha256", "provenance"):
             if not isinstance(getattr(self, name), str):
                 raise BadInput(f"{name} = {shown(getattr(self, name))}: give a string")
-        whole = isinstance(self.classes, int | np.integer) and not isinstance(self.classes, bool)
-        if not whole or self.classes < 1:
-            raise BadInput(
-                f"data set {self.name}: classes = {shown(self.classes)}; give their number"
-            )
+        classes = whole_number(f"data set {self.name}: classes", self.classes, least=1)
+        object.__setattr__(self, "classes", classes)
         if not isinstance(self.scale, Scale | None):
             raise BadInput(f"data set {self.name}: scale must be a Scale, not {shown(self.scale)}")
         for name in ("x", "y", "pool_x", "pool_y", "groups"):

@@ -6,7 +6,7 @@ of samples of each client is kept separately. Nothing is padded, and one gather 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -20,14 +20,15 @@ from torch import Tensor
 
 from fairvar.common import display
 from fairvar.common.tree import Inputs, input_parts, map_inputs
+from fairvar.common.validation import as_python, whole_number
 from fairvar.data import own_data
 from fairvar.data.dataset import IGNORED, first_not_finite
 from fairvar.data.own_data import DEFAULT_SPLIT, Shares
 from fairvar.data.own_data import SPLITS as SPLITS
-from fairvar.errors import BadInput, shown
+from fairvar.errors import BadInput, cause, shown
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Split:
     """One part (train, valid or test) of all clients' data; client i owns `counts[i]` rows.
 
@@ -166,8 +167,14 @@ class Federation:
         moved: dict[str, Any] = {k: split.to(device, dtype) for k, split in self.splits.items()}
         return replace(self, **moved)
 
-    def only(self, ids: Sequence[int]) -> Federation:
-        """Some of the clients, numbered from 0 in this order."""
+    def only(self, clients: Sequence[int | str]) -> Federation:
+        """Some of the clients, by id or name, numbered from 0 in this order."""
+        ids = [own_data.client_id(i, self.clients, self.client_names) for i in clients]
+        if not ids:
+            raise BadInput("no client is left; name at least one")
+        return self._only(ids)
+
+    def _only(self, ids: Sequence[int]) -> Federation:
         kept: dict[str, Any] = {}
         for part, split in self.splits.items():
             start = split.offsets
@@ -186,7 +193,7 @@ class Federation:
         rest = np.setdiff1d(np.arange(self.clients), new).tolist()
         kept = {k: v for k, v in self.provenance.items() if k in ("features", "labels")}
         facts: dict[str, Any] = {**kept, "whole": dict(self.provenance)}
-        train, later = (replace(self.only(ids), provenance={**facts, "ids": ids})
+        train, later = (replace(self._only(ids), provenance={**facts, "ids": ids})
                         for ids in (rest, new))  # fmt: skip
         return train, later
 
@@ -245,7 +252,7 @@ class Federation:
         seed: int = 0,
         classes: int | None = None,
         name: str = "arrays",
-        client_names: Sequence[str] = (),
+        client_names: Sequence[str] | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> Federation:
         """One (x, y) pair of arrays or tensors per client. x may be a tuple or dict of arrays, for
@@ -259,9 +266,8 @@ class Federation:
         Everything is checked here, once: lengths, shapes, finite values, label range. A client
         may lack validation or test samples (it then counts in no average), never training samples.
         """
-        count = isinstance(classes, int) and not isinstance(classes, bool) and classes >= 1
-        if classes is not None and not count:
-            raise BadInput(f"classes = {shown(classes)}: give their number, or leave it out")
+        if classes is not None:
+            classes = whole_number("classes", classes, least=1)
         if not isinstance(name, str):
             raise BadInput(f"name = {shown(name)}: give a string")
         if not isinstance(provenance, Mapping | None):
@@ -272,6 +278,7 @@ class Federation:
             raise BadInput("train holds no client; give one (x, y) pair per client")
         splits = {part: _join(part, v, len(pairs["train"])) for part, v in pairs.items()}
         if split is not None:
+            split, seed = own_data.checked_shares(split), whole_number("seed", seed)
             splits = _divided(splits, split, seed)
             provenance = {**(provenance or {}), "split": list(split), "seed": seed}
         made = cls.from_splits(splits, classes, name, provenance)
@@ -373,21 +380,27 @@ class Federation:
 
 def _divided(splits: Mapping[str, Split], split: Shares, seed: int) -> dict[str, Split]:
     """The training samples of each client divided into train, valid and test."""
-    own_data.check_shares(split)
     if len(splits) > 1:
         raise BadInput("give split or valid and test, not both")
-    if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-        raise BadInput(f"seed = {shown(seed)}: give a whole number, at least 0")
     whole = splits["train"]
     rows = [np.arange(a, b) for a, b in pairwise(whole.offsets)]
     return {part: whole.dealt(of) for part, of in own_data.split_rows(rows, seed, split).items()}
 
 
-def _names(given: Sequence[str], clients: int) -> tuple[str, ...]:
-    names = tuple(given) if not isinstance(given, str) else (given,)
-    if names and (len(names) != clients or not all(isinstance(name, str) for name in names)):
-        raise BadInput(f"client_names has {len(names)} entries for {clients} clients; give one "
-                       "string each")  # fmt: skip
+def _names(given: Any, clients: int) -> tuple[str, ...]:
+    """The clients' names as text; () if they have none."""
+    found = as_python(() if given is None else given)
+    if isinstance(found, str) or not isinstance(found, Iterable):
+        raise BadInput(f"client_names = {shown(given)}: give a list of names, one per client")
+    names = tuple(found)
+    if names and len(names) != clients:
+        raise BadInput(
+            f"client_names has {len(names)} entries for {clients} clients; give one each"
+        )
+    for name in names:
+        if not isinstance(name, str):
+            raise BadInput(f"client_names: {shown(name)} is a {type(name).__name__}; give one "
+                           "string each")  # fmt: skip
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise BadInput(f"client_names: {shown(twice)} names two clients; give each its own name")
@@ -480,12 +493,17 @@ def _array(values: Any, part: str, client: int, name: str) -> np.ndarray | Tenso
     try:
         own = isinstance(values, Tensor)
         array = values.detach().cpu() if own else np.asarray(values)
+        if own and values.layout != torch.strided:
+            raise ValueError("it is sparse; give x.to_dense()")
         if not own:
+            if array.dtype.kind == "O":  # numbers, or arrays of equal length, as objects
+                array = np.asarray(array.tolist())
             if why := own_data.why_no_numbers(array):
                 raise ValueError(why)
             _torch_type(array.dtype)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BadInput(f"{where} cannot be read as an array of numbers ({error})") from None
+        why = "it holds rows of different lengths" if "inhomogen" in str(error) else cause(error)
+        raise BadInput(f"{where} cannot be read as an array of numbers ({why})") from None
     if array.ndim == 0:
         raise BadInput(f"{where} is a single number; give an array with one row per sample")
     if array.dtype in COMPLEX:

@@ -17,6 +17,7 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor
 
 from fairvar.common import rng
+from fairvar.common.validation import as_python, whole_number
 from fairvar.errors import BadInput, cause, shown, unknown
 
 SPLITS = ("train", "valid", "test")
@@ -33,14 +34,16 @@ Pairs = list[tuple[Any, Any]]
 
 
 # -- shares of train, valid and test ---------------------------------------------------------------
-def check_shares(split: Any) -> None:
-    shares = split if isinstance(split, tuple | list) else ()
+def checked_shares(split: Any) -> Shares:
+    found = as_python(split)
+    shares = found if isinstance(found, tuple | list) else ()
     if len(shares) != 3 or not (
         all(isinstance(share, int | float) and share >= 0 for share in shares)
         and shares[0] > 0 and abs(sum(shares) - 1) < 1e-6
     ):  # fmt: skip
         raise BadInput(f"split = {shown(split)}: the shares of train, valid and test must be at "
                        "least 0 and sum to 1, with train above 0, as (0.8, 0.1, 0.1)")  # fmt: skip
+    return shares[0], shares[1], shares[2]
 
 
 def held_out_counts(samples: int, valid: float, test: float) -> tuple[int, int]:
@@ -80,29 +83,36 @@ def chosen_clients(
     clients: Any, total: int, names: Sequence[str], seed: int
 ) -> Int64[np.ndarray, " m"]:
     """Ids, rising, of a share of the clients (drawn) or of those listed by id or name."""
+    clients = as_python(clients)
     if isinstance(clients, float):
         count = round(clients * total)
         if not 0 < clients < 1 or not 0 < count < total:
             raise BadInput(f"hold_out({shown(clients)}) of {total} clients: give a share that "
                            "leaves at least one client on both sides, or a list")  # fmt: skip
-        return np.sort(rng.stream(seed, "new clients").choice(total, count, replace=False))
-    if isinstance(clients, str | int) or not isinstance(clients, Sequence | np.ndarray | Tensor):
+        draw = rng.stream(whole_number("seed", seed), "new clients")
+        return np.sort(draw.choice(total, count, replace=False))
+    if isinstance(clients, str | int) or not isinstance(clients, Sequence):
         raise BadInput(f"hold_out({shown(clients)}): give a share such as 0.2, or a list of ids "
                        "or names")  # fmt: skip
-    ids = [_id_of(client, total, names) for client in np.asarray(clients, dtype=object).tolist()]
+    ids = [client_id(client, total, names) for client in clients]
     if len(set(ids)) < len(ids) or not 0 < len(ids) < total:
         raise BadInput(f"hold_out: {len(ids)} of {total} clients; name each once, and leave at "
                        "least one on both sides")  # fmt: skip
     return np.array(sorted(ids))
 
 
-def _id_of(client: Any, total: int, names: Sequence[str]) -> int:
+def client_id(client: Any, total: int, names: Sequence[str] = ()) -> int:
+    """The number of a client, of which the number or the name is given."""
+    client = as_python(client)
     if isinstance(client, str):
         if client not in names:
             raise unknown("client", client, names)
         return list(names).index(client)
     if not isinstance(client, int) or isinstance(client, bool) or not 0 <= client < total:
         raise BadInput(f"client {shown(client)}: there are clients 0 to {total - 1}")
+    if str(client) in names and names[client] != str(client):
+        raise BadInput(f"client {client} is the name of one client and the number of "
+                       f"{names[client]!r}; give a name, as a string")  # fmt: skip
     return client
 
 
@@ -114,18 +124,20 @@ def read_csv(path: str | Path, client: str) -> Any:
         raise BadInput(f"path = {shown(path)}: give the path of a CSV file")
     pandas, path = _pandas(), Path(path).expanduser()
     way = "use Federation.from_frame(pandas.read_csv(path, {}), …)"
-    try:
-        table = pandas.read_csv(path, dtype={str(client): str})
+    try:  # with a mark in front, pandas does not take a client "NA" for a gap
+        table = pandas.read_csv(path, converters={str(client): lambda text: f"={text}"})
     except UnicodeDecodeError:
         other = way.format('encoding="latin-1"')
         raise BadInput(f"{path.name} is not in UTF-8: {other} with its encoding") from None
     except (OSError, ValueError) as error:  # pandas' own errors are ValueErrors
-        raise BadInput(f"cannot read {path.name} as CSV ({cause(error)})") from None
+        why = getattr(error, "strerror", None) or cause(error)
+        raise BadInput(f"cannot read {path.name} as CSV ({why})") from None
     if len(table.columns) == 1 and re.search(r"[;\t|]", str(table.columns[0])):
         other = way.format('sep=";"')
         raise BadInput(f"no commas between the columns of {path.name}: {other} with its separator")
     if str(client) in table:
-        written = table[str(client)]
+        written = table[str(client)].str[1:]
+        table[str(client)] = written = written.where(written != "")  # a gap
         numbers = pandas.to_numeric(written, errors="coerce")
         if (numbers.astype(str) == written.str.strip()).all():
             table[str(client)] = numbers
@@ -143,6 +155,9 @@ def clients_of_frame(
 ) -> dict[str, Any]:
     """The arguments of `Federation.from_arrays`: one client per distinct value of a column."""
     pandas = _pandas()
+    for option, value in (("regression", regression or False), ("one_hot", one_hot)):
+        if not isinstance(value, bool):
+            raise BadInput(f"{option} = {shown(value)}: give True or False")
     table = frame if isinstance(frame, pandas.DataFrame) else _as_frame(pandas, frame)
     part = [split] if isinstance(split, str) else []
     used = [client, target, *part]
@@ -155,9 +170,13 @@ def clients_of_frame(
     if times:
         raise BadInput(f"dates or times in {_listed(times)}; make numbers of them first, such as "
                        "frame[column].dt.dayofyear, or leave them out of features")  # fmt: skip
-    x, coded = _inputs(pandas, table[named], one_hot)
-    y, labels = _targets(pandas, table[target], regression)
-    code, names = pandas.factorize(table[client], sort=True)
+    x, coded = _inputs(pandas, table[named].infer_objects(), one_hot)
+    try:
+        y, labels = _targets(pandas, table[target].infer_objects(), regression)
+        code, names = pandas.factorize(table[client], sort=True)
+    except TypeError as error:  # lists cannot be told apart
+        raise BadInput(f"columns {client!r} and {target!r} must hold words or numbers "
+                       f"({cause(error)})") from None  # fmt: skip
     owned = [np.flatnonzero(code == k) for k in range(len(names))]
     facts = {"features": coded, "target": target, "client": client}
     found: dict[str, Any] = {
@@ -211,6 +230,8 @@ def _columns(table: Any, used: Sequence[str], features: Sequence[str] | None) ->
             raise unknown("column", column, map(str, there))
     if len(set(used)) < len(used):
         raise BadInput(f"client, target and split are {_listed(used)}; each needs its own")
+    if len(set(named)) < len(named):
+        raise BadInput(f"features names {_listed(named)}; name each column once")
     if features is None and UNNAMED in named:
         raise BadInput(f"column {UNNAMED!r} holds the row numbers that DataFrame.to_csv writes "
                        "without index=False; drop it, or name the features")  # fmt: skip
@@ -225,7 +246,8 @@ def _columns(table: Any, used: Sequence[str], features: Sequence[str] | None) ->
 
 def _inputs(pandas: Any, table: Any, one_hot: bool) -> tuple[np.ndarray, list[str]]:
     """Float32 columns and their names; columns of categories are refused or coded by 0 and 1."""
-    words = [c for c in table if not pandas.api.types.is_numeric_dtype(table[c])]
+    words = [c for c in table if table[c].dtype.kind == "c"
+             or not pandas.api.types.is_numeric_dtype(table[c])]  # fmt: skip
     if words and not one_hot:
         raise BadInput(f"{_listed(words)} hold no numbers; leave them out of features, or set "
                        "one_hot=True to code categories by 0 and 1")  # fmt: skip
@@ -298,7 +320,7 @@ def pairs_of_datasets(
     return pairs, known.pop() if len(known) == 1 else None
 
 
-def _items_of(dataset: Any, x: Any, y: Any) -> tuple[Tensor, Tensor]:
+def _items_of(dataset: Any, x: Any, y: Any) -> tuple[Any, Tensor]:
     """Of a torch data set, whose items are (x, y) pairs, or dicts with these keys."""
     if isinstance(dataset, torch.utils.data.DataLoader):  # its items are batches
         raise BadInput("a DataLoader holds batches; give its data set, loader.dataset")
@@ -311,7 +333,7 @@ def _items_of(dataset: Any, x: Any, y: Any) -> tuple[Tensor, Tensor]:
     if not all(isinstance(item, tuple | list) and len(item) == 2 for item in items):
         raise BadInput(f"an item is a {type(items[0]).__name__}, not an (x, y) pair")
     inputs, targets = torch.utils.data.default_collate(items)
-    return inputs, targets
+    return tuple(inputs) if isinstance(items[0][0], tuple) else inputs, targets
 
 
 def _columns_of(dataset: Any, x: Any, y: Any) -> tuple[Tensor, np.ndarray]:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from fairvar.common.files import given_path
 from fairvar.common.process import progress as progress_bar
-from fairvar.engine.history import History
+from fairvar.common.validation import as_python
+from fairvar.engine.history import MODELS, History
 from fairvar.engine.kernels.compiled import with_compiling
 from fairvar.engine.state import State
 from fairvar.engine.trainer import STOP, Progress, Runs
@@ -191,7 +192,7 @@ class EarlyStopping(Callback):
     higher_is_better: by default known from the score's name; True for a function.
 
     Afterwards `best`, `best_round` and `best_state` (to continue from, or to save) are those of the
-    best evaluation.
+    best evaluation; nan is never the best.
     """
 
     def __init__(
@@ -207,6 +208,9 @@ class EarlyStopping(Callback):
         names = [name for name in (*Fairness.__dataclass_fields__, LOSS) if name not in PAIRS]
         if not callable(score) and score not in names:
             raise unknown("score", score, names)
+        patience, min_delta = as_python(patience), as_python(min_delta)
+        if model not in (None, *MODELS):
+            raise unknown("model", model, MODELS)
         if not isinstance(patience, int) or patience < 1:
             raise BadInput(f"patience = {shown(patience)}: give a number of evaluations, from 1 on")
         if not isinstance(min_delta, int | float) or not min_delta >= 0:
@@ -240,16 +244,16 @@ class EarlyStopping(Callback):
     def on_evaluate(self, run: Training) -> None:
         value = self._value(run)
         gain = value - self.best if self._higher(run) else self.best - value
-        if math.isnan(self.best) or gain > self.min_delta:
+        first = math.isnan(self.best) and not math.isnan(value)  # nan is never better
+        if first or gain > self.min_delta:
             self.best, self.best_round, self.waited = value, run.done, 0
             self.best_state = run.state
             return
         self.waited += 1
         if self.waited >= self.patience:
-            run.stop(
-                f"{self.name} ({self.split}) has not become better than {self.best:.6g} since "
-                f"round {self.best_round}"
-            )
+            what = self.name if callable(self.score) else f"{self.name} ({self.split})"
+            since = f"become better than {self.best:.6g} since round {self.best_round}"
+            run.stop(f"{what} has not {since if self.best_round else 'been a number'}")
 
     def _higher(self, run: Training) -> bool:
         if self.higher_is_better is not None or callable(self.score):
@@ -267,7 +271,11 @@ class EarlyStopping(Callback):
                                f"{shown(value)}") from None  # fmt: skip
         if self.score == LOSS:
             return run.mean_loss(self.split, self.model)
-        return float(run.fairness(self.split, self.model)[self.score])
+        value = float(run.fairness(self.split, self.model)[self.score])
+        if math.isnan(value):
+            raise BadInput(f"EarlyStopping: {self.score} of the {run.metric.title} is not defined "
+                           f"on {self.split}; watch another score")  # fmt: skip
+        return value
 
 
 class TensorBoard(Callback):

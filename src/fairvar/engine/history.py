@@ -18,7 +18,9 @@ from torch import Tensor
 
 from fairvar.common import display
 from fairvar.common.files import csv_text, given_path, pack_files, write_bytes
+from fairvar.common.validation import as_python
 from fairvar.data.federation import SPLITS
+from fairvar.data.own_data import client_id
 from fairvar.engine.state import State
 from fairvar.errors import BadInput, shown
 from fairvar.methods.base import Method
@@ -30,6 +32,7 @@ Key = tuple[str, str]  # (split, model): ("test", "global"), ("valid", "local"),
 MODELS = ("global", "local", "personal")
 FACTS = ("rounds", "diverged_at", "stopped", "classifies")  # stored with the tables
 BY_MODEL = ("accuracy", "evaluated_loss")  # quantities with a table for each (split, model)
+CONTINUES = "continues"  # in the provenance: the SHA-256 of the state that `train` was given
 NO_REPLY = -1  # in place of the id of a participant that did not answer
 Tables = dict[str, Tensor]  # observations as flat tensors, named "loss", "accuracy/test/global", …
 
@@ -75,7 +78,7 @@ class Measured(dict[Key, Tensor]):
         raise BadInput(self.why(key))
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class History:
     """Row r of `loss` and `weights` is round t = `observed[r]`: all rounds from 0 on or, if `state`
     was given to `train`, from `state.round` on; of a stored run, the evaluated rounds. If clients
@@ -284,8 +287,8 @@ class History:
             raise BadInput("the final model was not kept: this run was condensed; run it again")
         return {**self.state.params, **self.state.buffers}
 
-    def personal_model(self, client: int) -> dict[str, Tensor]:
-        """The final personal model of a client as a state dict, as `model`."""
+    def personal_model(self, client: int | str) -> dict[str, Tensor]:
+        """The final personal model of a client, by id or name, as a state dict, as `model`."""
         models = self.state.personal
         if models is None:
             raise BadInput(
@@ -294,9 +297,8 @@ class History:
                 else "the personal models are not here: they stay on the nodes of a deployed run, "
                 "and condensed runs keep no models"
             )
-        if not isinstance(client, int) or not 0 <= client < self.clients:
-            raise BadInput(f"client = {shown(client)}: there are clients 0 to {self.clients - 1}")
-        return {name: leaf[client] for name, leaf in models.items()}
+        place = client_id(client, self.clients, self.provenance.get("client_names", ()))
+        return {name: leaf[place] for name, leaf in models.items()}
 
     def fairness(
         self,
@@ -311,7 +313,9 @@ class History:
         model = self.method.reported_model if model is None else model
         if not (isinstance(split, str) and isinstance(model, str)):
             raise BadInput(self._why_not("accuracy", (split, model)))
-        table = self.score[split, model]
+        table, at = self.score[split, model], as_python(at)
+        if not len(table):
+            raise BadInput(self._why_not("own_score", (split, model)))
         if not isinstance(at, int) or not -len(table) <= at < len(table):
             raise BadInput(f"at = {shown(at)}: there are {len(table)} evaluations; -1 is the last")
         scores, counts = table[at], self.samples[split]
@@ -362,11 +366,14 @@ def join(first: History, later: History) -> History:
         (not len(first.evaluated) or not len(later.evaluated)
          or all(getattr(first, q).keys() == getattr(later, q).keys() for q in BY_MODEL),
          "they evaluate other splits or models"),
+        (not first.state.params
+         or later.provenance.get(CONTINUES) in (None, checksum(first.state.flat())),
+         "the second continues another run"),
     ]  # fmt: skip
     for fine, why in differ:
         if not fine:
             raise BadInput(f"these histories cannot be joined: {why}; the second must come from "
-                           "train(…, state=first)")  # fmt: skip
+                           "train(…, state=first) with the same options")  # fmt: skip
     rows = ("observed", "participant_loss", "participant_weights", "ascended", "evaluated",
             "gradient_variance", "update_norm")  # fmt: skip
     whole: dict[str, Any] = {n: torch.cat([getattr(h, n) for h in (first, later)]) for n in rows}
@@ -381,7 +388,9 @@ def join(first: History, later: History) -> History:
     for name in ("rounds", "exchanges", "bytes_down", "bytes_up"):
         whole[name] = getattr(first, name) + getattr(later, name)
     seconds = sum(float(h.provenance.get("seconds", 0.0)) for h in (first, later))
-    return replace(later, **whole, provenance={**later.provenance, "seconds": seconds})
+    facts = {**later.provenance, "seconds": seconds, CONTINUES: first.provenance.get(CONTINUES)}
+    known = {name: fact for name, fact in facts.items() if fact is not None}
+    return replace(later, **whole, provenance=known)
 
 
 def sizes_of(history: History) -> dict[str, list[int]]:
@@ -402,8 +411,11 @@ def history_from_tables(tables: Tables, classifies: bool, **facts: Any) -> Histo
     are not in the tables."""
 
     def group(quantity: str) -> dict[Key, Tensor]:
-        names = [name.split("/") for name in tables if name.startswith(quantity + "/")]
-        return {(split, model): tables[f"{quantity}/{split}/{model}"] for _, split, model in names}
+        places = [
+            (split, model) for split in SPLITS for model in MODELS
+        ]  # whatever the file's order
+        named = {place: "/".join((quantity, *place)) for place in places}
+        return {place: tables[name] for place, name in named.items() if name in tables}
 
     exchanges, bytes_down, bytes_up = tables["counters"].tolist()
     for name in ("ascended", "evaluated", "gradient_variance", "update_norm"):

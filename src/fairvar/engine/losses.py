@@ -63,7 +63,8 @@ def check_loss(loss: LossFunction, outputs: Tensor, targets: Tensor, classes: in
         raise BadInput(
             f"targets of shape {tuple(targets.shape[1:])} are labels of positions, so the model "
             f"must have outputs of shape {(*targets.shape[1:], classes)}, classes last, not "
-            f"{tuple(outputs.shape[1:])}"
+            f"{tuple(outputs.shape[1:])}; if a sample has one label, "
+            "give y as an array (samples,)"
         )
     shapes = f"outputs of shape {tuple(outputs.shape)}, targets of shape {tuple(targets.shape)}"
     try:
@@ -74,7 +75,7 @@ def check_loss(loss: LossFunction, outputs: Tensor, targets: Tensor, classes: in
         found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise BadInput(
             f"the loss must give one value per sample ({len(targets)},), not {found}; torch's own "
-            'losses do so with reduction="none"'
+            'losses do so with reduction="none" and a mean over further axes'
         )
     if not bool(torch.isfinite(values).all()):
         raise BadInput("the loss of the initial model is not finite; check the data and the model")

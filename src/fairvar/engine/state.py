@@ -22,7 +22,7 @@ from fairvar.methods.base import Memory, Method
 GROUPS = ("params", "buffers", "memory", "mean_gradient", "iterate", "personal", "moments")
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class State:
     """Tensors only, so that a state can be saved, sent and compared bit by bit."""
 

@@ -25,7 +25,7 @@ from fairvar.engine.callbacks import (
     check_callbacks,
 )
 from fairvar.engine.cuda_graphs import LATER, RECORDINGS, acts_alike
-from fairvar.engine.history import History
+from fairvar.engine.history import CONTINUES, History
 from fairvar.engine.kernels.compiled import repays
 from fairvar.engine.kernels.linear import Linear, grams_pay
 from fairvar.engine.kernels.linear.dual import is_affine
@@ -54,6 +54,7 @@ from fairvar.engine.trainer import Keep, Runs, train_rounds
 from fairvar.engine.trainer import Progress as Progress
 from fairvar.errors import LONGEST, BadInput, one_line, shown
 from fairvar.methods.base import Method
+from fairvar.models.weights import checksum
 from fairvar.scores import Metric
 
 DEFAULT = EvaluateSettings()
@@ -183,6 +184,9 @@ def train(
     shown_by = progress if callable(progress) else None
     history = run_rounds(model, federation, method, loss, settings, when, start, shown_by,
                          callbacks=watching)  # fmt: skip
+    if start is not None:
+        origin = {CONTINUES: checksum(start.state.flat())}
+        history = replace(history, provenance={**history.provenance, **origin})
     if history.divergence is not None:
         warnings.warn(history.divergence, RuntimeWarning, stacklevel=2)
     return history

@@ -17,6 +17,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from fairvar.common.tree import Inputs, Tree, input_parts, map_inputs, one_input, scale, stack
+from fairvar.common.validation import whole_number
 from fairvar.errors import BadInput, cause, shown
 from fairvar.models.norm import (
     DROPOUT,
@@ -83,8 +84,7 @@ def check_model(
             raise BadInput(f"{name} must be a tensor, not {type(value).__name__}; use torch.tensor")
     if inputs is not None and any(v.dim() == 0 or len(v) == 0 for v in parts.values()):
         raise BadInput("inputs must be a batch of at least one sample: a tensor of shape (b, …)")
-    if classes is not None and (not isinstance(classes, int) or classes < 1):
-        raise BadInput(f"classes = {shown(classes)}: give the number of classes, 1 or more")
+    classes = None if classes is None else whole_number("classes", classes, least=1)
     for name, flag in (("together", together), ("curvature", curvature)):
         if not isinstance(flag, bool):
             raise BadInput(f"{name} = {shown(flag)}: give True or False")
@@ -153,6 +153,8 @@ def _reasons(layer: nn.Module) -> Iterator[str]:
         yield f"is random, {one}: use LeakyReLU or MaxPool instead"
     if isinstance(layer, nn.RNNBase):
         yield f"cannot have parameters per client under vmap: write it with Linear layers {LOOP}"
+    if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+        yield "has sparse gradients, which cannot be averaged: set sparse=False"
     if isinstance(layer, torch.jit.ScriptModule) or hasattr(layer, "_orig_mod"):
         yield "is compiled: give the module that it was made from"
     if isinstance(layer, nn.DataParallel | nn.parallel.DistributedDataParallel):

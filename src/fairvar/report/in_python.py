@@ -13,6 +13,7 @@ import numpy as np
 from msgspec.structs import replace as with_fields
 
 from fairvar.common import display
+from fairvar.common.files import given_path
 from fairvar.engine.history import BY_MODEL, Frame, History, sizes_of
 from fairvar.errors import BadInput, shown, unknown
 from fairvar.metrics import mean_and_variance
@@ -63,11 +64,13 @@ class Comparison:
     def to_text(self, format: str = "markdown") -> str:
         """Both tables: "terminal", "markdown", "latex" or "csv"."""
         first = shorten(self.table, explain=True) if format == "terminal" else self.table
-        return "\n".join(render(table, format) for table in (first, self.differences))
+        return "\n".join(render(t, format) for t in (first, self.differences) if t.rows)
 
     def _repr_html_(self) -> str:
         tables = []
         for table in (shorten(self.table, explain=False), self.differences):
+            if not table.rows:  # there is one method, or only one did not diverge
+                continue
             columns = [texts_of(table, column) for column in table.columns]
             rows = list(zip((row.label for row in table.rows), *columns, strict=True))
             head = (table.title, *(column.header for column in table.columns))
@@ -109,7 +112,7 @@ class Comparison:
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write the tables in every format, and the figures as PNG and PDF."""
-        out, written = Path(folder), list[Path]()
+        out, written = given_path(folder), list[Path]()
         for name, table in (("table", self.table), ("differences", self.differences)):
             for end, kind in FORMATS.items():
                 written.append(out / f"{name}.{end}")
@@ -167,7 +170,7 @@ def _of_histories(
 def _of_folder(
     runs: Sweep | str | Path, model: str | None, federation: str
 ) -> tuple[Sequence[Result], Sequence[Trial], str, Table, str]:
-    folder = runs.folder if isinstance(runs, Sweep) else Path(runs)
+    folder = runs.folder if isinstance(runs, Sweep) else given_path(runs)
     only = runs.names if isinstance(runs, Sweep) else None
 
     def rule(config: Config) -> Criterion:
@@ -328,9 +331,9 @@ def write_report(
     if not isinstance(runs, Sweep | str | Path):
         raise BadInput(f"write_report takes a Sweep or the folder of one, not {shown(runs)}")
     load_plugin(None if plugin is None else Path(plugin))
-    folder = runs.folder if isinstance(runs, Sweep) else Path(runs)
+    folder = runs.folder if isinstance(runs, Sweep) else given_path(runs)
     only = runs.names if isinstance(runs, Sweep) else None
-    target, rule = folder / "report" if out is None else Path(out), rule_of(model, t, unit, m)
+    target, rule = folder / "report" if out is None else given_path(out), rule_of(model, t, unit, m)
     with shown_if(progress, "report") as report:
         report(0, 1, "reading runs")
         groups = gather(folder, rule=rule, model=model, only=only)

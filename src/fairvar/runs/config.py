@@ -18,7 +18,15 @@ import msgspec
 import tomli_w
 
 from fairvar.common.files import MOST_TEXT, read_bytes
-from fairvar.common.validation import Checked, Count, Fraction, Share, check_component, reason
+from fairvar.common.validation import (
+    Checked,
+    Count,
+    Fraction,
+    Share,
+    as_python,
+    check_component,
+    reason,
+)
 from fairvar.data import DATASET_NAMES, Dirichlet, Partition
 from fairvar.engine.losses import LOSSES
 from fairvar.engine.optimiser import ServerOptimiser
@@ -198,8 +206,7 @@ def _as_toml(value: Any) -> Any:
         return {str(key): _as_toml(each) for key, each in value.items() if each is not None}
     if isinstance(value, Path):
         return str(value)
-    if hasattr(value, "tolist"):
-        return value.tolist()  # numbers and arrays of numpy
+    value = as_python(value)
     listed = isinstance(value, list | tuple | range)
     return [_as_toml(each) for each in value] if listed else value
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from fairvar.common.files import given_path
 from fairvar.common.process import Report, note, stop_signals
 from fairvar.common.process import progress as progress_bar
+from fairvar.common.validation import as_python
 from fairvar.engine.history import History
 from fairvar.engine.kernels.compiled import announcing, with_compiling
-from fairvar.errors import BadInput, RunFailed
+from fairvar.errors import BadInput, RunFailed, shown
 from fairvar.runs import cluster
 from fairvar.runs.config import Config
 from fairvar.runs.formats import check_writable, is_complete
@@ -45,7 +47,7 @@ def run(
     plugin: a Python file to load first, for methods of your own.
     """
     load_plugin(None if plugin is None else Path(plugin))
-    settings, out = Config.load(config, overrides), Path(out)
+    settings, out = Config.load(config, overrides), given_path(out)
     forget_files()
     folder = run_folder(settings, out)  # needs readable data
     check_writable(out)
@@ -126,10 +128,15 @@ def sweep(
     if not isinstance(plan, Plan):  # it was made with the plugin's methods
         load_plugin(None if plugin is None else Path(plugin))
     plan = Plan.load(plan, overrides, scale)
+    workers, save_every = as_python(workers), as_python(save_every)
+    every = 1 if save_every is None else save_every
+    for name, number in (("--workers", workers), ("--save-every", every)):
+        if not isinstance(number, int) or number < 1:
+            raise BadInput(f"{name} = {shown(number)}: it must be a whole number, at least 1")
     if ray is None and (ray_cpus, ray_gpus) != (None, None):
         raise BadInput("--ray-cpus and --ray-gpus are for --ray ADDRESS; give that too")
     seconds = None if budget is None else parse_budget(budget)
-    folder = Path("runs") / plan.name if out is None else Path(out)
+    folder = Path("runs") / plan.name if out is None else given_path(out)
     groups = part_of(plan, shard, batch)
     cells = [cell for group in groups for cell in group]
     forget_files()

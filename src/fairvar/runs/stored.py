@@ -429,6 +429,8 @@ def load(path: str | Path) -> History | State | Tree:
         content = read_bytes(path, MOST_TENSORS)
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror or error}") from None
+    if path.name in (formats.MANIFEST, "history.safetensors") and formats.is_complete(path.parent):
+        raise BadInput(f"{path} is a part of a run; give its folder, {path.parent}")
     if not content.startswith(SEALED):
         if path.suffix not in WEIGHT_FILES:
             raise BadInput(f"{path.name} is no file of History.save or State.save; weight "

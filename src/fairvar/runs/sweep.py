@@ -73,7 +73,7 @@ class Status:
 
 def parse_budget(text: str) -> float:
     """'30min' → 1800 seconds."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|m|min|h)\s*", text)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|m|min|h)\s*", str(text))
     if not found or float(found[1]) <= 0:
         raise BadInput(f"budget {text!r} must look like 30min, 45s or 2h")
     return float(found[1]) * UNITS[found[2]]
@@ -81,7 +81,7 @@ def parse_budget(text: str) -> float:
 
 def parse_shard(text: str) -> tuple[int, int]:
     """'0/4' is the first of four parts, as SLURM arrays count."""
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    found = re.fullmatch(r"(\d+)/(\d+)", str(text))
     if not found or not int(found[1]) < int(found[2]):
         raise BadInput(f"shard {text!r} must look like 0/4 … 3/4")
     return int(found[1]), int(found[2])
