@@ -92,6 +92,10 @@ def test_what_is_wrong_is_told_before_anything_starts(
         return str(error.value)
 
     assert "did you mean 'fairgrad'" in refused("-c", 'method="fairgrod"')
+    assert "invalid format" in refused("-c", "rounds=abc")
+    assert "'rounds 3' is not KEY=VALUE" in refused("-c", "rounds 3")
+    assert "'7' is not KEY=VALUE" in refused("site", "-c", 'rounds=2 sites="a b" 7')
+    assert "nowhere.toml" in refused("-c", "nowhere.toml")
     assert "give a folder with a file or a folder for each" in refused(data=tmp_path / "none")
     (tmp_path / "empty").mkdir()
     assert "needs one file or folder for each site" in refused(data=tmp_path / "empty")

@@ -42,6 +42,7 @@ BOXED = re.compile(r"│ (.*) │")  # a line of an error message of Flower's
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 HERE = "here"  # the name of the SuperLink of a simulation
 SECONDS_TO_START, SECONDS_TO_END = 90.0, 90.0
+PAIR = re.compile(r"""\S+?=('[^']*'|"[^"]*"|\S+)""")  # of -c; Flower skips all other text
 BUILT_IN_LINKS = ("local", "supergrid")  # of the configuration that Flower writes at first
 LOCAL = ":local:"  # address of a SuperLink that `flwr run` starts and leaves running
 
@@ -59,13 +60,15 @@ def run_app(app: Path, arguments: Sequence[str] = (), data: Path | None = None) 
         if data is not None:
             raise BadInput("--data is for simulations; a real node is started with --node-config "
                            "'data=\"/path\"'")  # fmt: skip
+        _changes(arguments)
         _check_known(arguments[0], environment)
         return _run(app, arguments[0], arguments[1:], environment)
     rest = [*arguments[named:], *_sites_of(data)]
     if find_spec("ray") is None:
         raise BadInput('Flower simulates nodes with ray; run: pip install "fairvar[simulation]"')
+    changed = _changes(rest)
     if not _given(rest).federation_config:
-        nodes = _clients(app, rest)
+        nodes = _clients(app, changed)
         rest += ["--federation-config", f"num-supernodes={nodes} client-resources-num-cpus=1"]
     with simulating_superlink(environment) as inside:
         _run(app, HERE, rest, inside)
@@ -128,19 +131,33 @@ def _given(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_known_args(list(arguments))[0]
 
 
-def _clients(app: Path, arguments: Sequence[str]) -> int:
-    """The app's number of clients, with the user's changes of its configuration. Import and
-    configuration errors are raised here, before anything is started."""
+def _changes(arguments: Sequence[str]) -> dict[str, Any]:
+    """Keys of the run configuration that are changed by `-c`: pairs KEY=VALUE, or a TOML file."""
     require_flower()
     from flwr.common.config import parse_config_args
 
+    texts = _given(arguments).run_config
+    try:
+        found = parse_config_args(texts)
+    except Exception as error:  # of Click or TOML, or that the file cannot be read
+        raise BadInput(f"-c {' '.join(texts)}: {one_line(str(error))}") from None
+    for text in texts:
+        if not text.endswith(".toml") and (lost := PAIR.sub("", text).strip()):
+            raise BadInput(f"-c {text}: {lost!r} is not KEY=VALUE; values with spaces need "
+                           "quotation marks")  # fmt: skip
+    return found
+
+
+def _clients(app: Path, changed: Mapping[str, Any]) -> int:
+    """The app's number of clients, with these changes of its configuration. Import and
+    configuration errors are raised here, before anything is started."""
     from fairvar.deploy.flower.setup import read_setup
 
     try:
         text = (app / "pyproject.toml").read_text(encoding="utf-8")
         section = tomllib.loads(text)["tool"]["flwr"]["app"]
         config: dict[str, Any] = section.get("config", {})
-        config = config | dict(parse_config_args(_given(arguments).run_config))
+        config = config | dict(changed)
         module = str(section["components"]["serverapp"]).partition(":")[0]
     except (OSError, ValueError, LookupError, AttributeError) as error:
         raise BadInput(f"{app}: its configuration cannot be read ({error!r})") from None
