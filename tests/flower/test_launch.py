@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,6 +130,25 @@ def test_a_superlink_that_is_not_there(
     with pytest.raises(fv.RunFailed) as failed:
         run_app(app, ["site"])
     assert str(failed.value) == "flwr run ended with 1: Connection to the SuperLink failed."
+
+
+@pytest.mark.skipif(shutil.which("ps") is None, reason="ps is not installed")
+def test_processes_in_groups_of_their_own_are_ended() -> None:
+    """As the simulation of a SuperLink after Ctrl-C."""
+    start = "subprocess.Popen(['sleep', '99'], start_new_session=True).pid"
+    code = f"import subprocess, time; print({start}, flush=True); time.sleep(99)"
+    first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE,
+                             start_new_session=True)  # fmt: skip
+    assert first.stdout is not None
+    with first.stdout as told:
+        second = int(told.readline())
+        launch._end(first)
+    gone = time.monotonic() + 10
+    while Path(f"/proc/{second}/cmdline").is_file() and time.monotonic() < gone:
+        if not Path(f"/proc/{second}/cmdline").read_bytes():  # a zombie
+            break
+        time.sleep(0.05)
+    assert time.monotonic() < gone
 
 
 def test_too_few_simulated_nodes_stop_the_run_at_once() -> None:

@@ -118,8 +118,8 @@ def train(
     clip_norm: cut each client's direction to this norm (off by default); as in torch, before weight
     decay and momentum (and before the proximal term of FedProx) are added.
     weight_decay: of `torch.optim.SGD`, in local steps.
-    momentum: of `torch.optim.SGD`, in local steps; it starts from zero in every round, so it changes
-    nothing where a client takes one step.
+    momentum: of `torch.optim.SGD`, in local steps; it starts from zero in every round, so it
+    changes nothing where a client takes one step.
     server: the server's optimiser, such as ServerOptimiser("sgd", beta1=0.9) (FedAvgM) or
     ServerOptimiser("adam", lr=0.01) (FedAdam); by default the method's update is not changed.
     participation: share of the clients sampled in each round, by default all (see

@@ -235,12 +235,28 @@ def _wait_for(link: subprocess.Popen[bytes], address: str, log: Path) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and its children."""
+    """End the process and all that it started."""
+    groups = _groups(process.pid)
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+        for group in groups:
+            with suppress(ProcessLookupError):
+                os.killpg(group, number)
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=10)
+
+
+def _groups(leader: int) -> set[int]:
+    """Process groups of this process and its descendants. (A SuperLink runs the simulation in a
+    group of its own, and does not end it.)"""
+    family, groups = {leader}, {leader}
+    with suppress(OSError):  # without `ps` there is the first group only
+        told = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,pgid="],  # noqa: S607
+                              capture_output=True, text=True)  # fmt: skip
+        rows = [[*map(int, line.split())] for line in told.stdout.splitlines()]
+        while more := {pid for pid, parent, _ in rows if parent in family} - family:
+            family |= more
+        groups |= {group for pid, _, group in rows if pid in family}
+    return groups
 
 
 def _run(app: Path, link: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
