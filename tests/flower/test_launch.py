@@ -132,6 +132,27 @@ def test_a_superlink_that_is_not_there(
     assert str(failed.value) == "flwr run ended with 1: Connection to the SuperLink failed."
 
 
+def test_an_interrupted_command_says_that_the_run_goes_on(
+    app: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    (tmp_path / "config.toml").write_text('[superlink.site]\naddress = "nobody:8000"\n')
+    program = tmp_path / "flwr"
+    program.write_text("#!/bin/sh\necho Successfully started run 7\necho now\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(launch, "_program", lambda name: str(program))
+
+    def show(text: str, **_: object) -> None:
+        if text == "now\n":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "print", show, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        run_app(app, ["site"])
+    told = capsys.readouterr().err
+    assert told == "the run goes on at site; to end it: flwr stop 7 site\n"
+
+
 @pytest.mark.skipif(shutil.which("ps") is None, reason="ps is not installed")
 def test_processes_in_groups_of_their_own_are_ended() -> None:
     """As the simulation of a SuperLink after Ctrl-C."""

@@ -29,6 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from fairvar.common.process import note
 from fairvar.errors import BadInput, FairvarError, RunFailed, one_line
 
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
@@ -270,11 +271,16 @@ def _run(app: Path, link: str, arguments: Sequence[str], environment: Mapping[st
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE,  # noqa: S603
                           stderr=subprocess.STDOUT) as flwr:  # fmt: skip
         assert flwr.stdout is not None
-        for line in flwr.stdout:
-            text = line.decode(errors="replace")
-            print(text if sys.stdout.isatty() else COLOURS.sub("", text), end="", flush=True)
-            started = started or STARTED.search(text)
-            boxed += BOXED.findall(text)
+        try:
+            for line in flwr.stdout:
+                text = line.decode(errors="replace")
+                print(text if sys.stdout.isatty() else COLOURS.sub("", text), end="", flush=True)
+                started = started or STARTED.search(text)
+                boxed += BOXED.findall(text)
+        except KeyboardInterrupt:
+            if started and link != HERE:
+                note(f"the run goes on at {link}; to end it: flwr stop {started[1]} {link}")
+            raise
     why = one_line(" ".join(boxed)) or "its own message is above"
     if flwr.returncode:
         raise RunFailed(f"flwr run ended with {flwr.returncode}: {why}")
