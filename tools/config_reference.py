@@ -68,9 +68,13 @@ def section(name: str, kind: Any, only: set[str] | None = None) -> str:
         if only is not None and field.name not in only:
             continue
         default = "needed" if field.required else f"`{shown(default_of(field))}`"
+        if field.name in INNER:
+            default = f"[below](#{name}{field.name})"
         rows.append(f"| `{field.name}` | {kind_of(hints[field.name])} | {default} | "
                     f"{said.get(field.name, '')} |")  # fmt: skip
     about = inspect.cleandoc(kind.__doc__ or "").split("\n\n")[0]
+    if (tag := kind.__struct_config__.tag) and (METHOD_PAGES / f"{tag}.md").is_file():
+        about += f" ([its page](../methods/{tag}.md))"
     table = ["| key | type | default | meaning |", "|---|---|---|---|", *rows] if rows else []
     head = f"## [{name}]" if name else "## Top of the file"
     return "\n".join([head, "", about.replace("\n", " "), "", *table, ""])
@@ -85,8 +89,15 @@ def explanations(kind: Any) -> dict[str, str]:
             found |= dict.fromkeys(names.split(", "), " ".join(meaning.split()))
     page = METHOD_PAGES / f"{kind.__struct_config__.tag}.md"
     if page.is_file():
-        found |= dict(OPTION.findall(page.read_text(encoding="utf-8")))
+        found |= dict(OPTION.findall(in_toml(page.read_text(encoding="utf-8"))))
     return {name: re.sub(r"(?<!\\)\|", r"\|", meaning) for name, meaning in found.items()}
+
+
+def in_toml(page: str) -> str:
+    """A method's page as the configuration shows it: TOML's words for truth values, and links from
+    here."""
+    page = page.replace("`True`", "`true`").replace("`False`", "`false`")
+    return re.sub(r"\]\((?!\.\./|#|\w+:)", "](../methods/", page)
 
 
 def default_of(field: Any) -> object:
@@ -97,8 +108,6 @@ def default_of(field: Any) -> object:
 def shown(value: object) -> str:
     if value is None or value in ((), {}):
         return "–"
-    if isinstance(value, msgspec.Struct):
-        return "see below"
     return msgspec.json.encode(value).decode()
 
 

@@ -217,6 +217,19 @@ def test_code_of_the_page_works(name: str) -> None:
                 raise
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_stars_of_exact_variants_are_no_emphasis(name: str) -> None:
+    """FairLoss(*), FairGrad(*) would show no star, and the text between them in italics."""
+    source = (ROOT / name).read_text(encoding="utf-8")
+    wrong = [
+        after.content
+        for token in MarkdownIt("commonmark").enable("table").parse(source)
+        for before, after in pairwise(token.children or ())
+        if before.type == "em_open" and re.match(r"[^\w(“]", after.content)
+    ]
+    assert not wrong
+
+
 # --- links ---------------------------------------------------------------------------------------
 def links(source: str) -> Iterator[str]:
     for token in MarkdownIt("commonmark").enable("table").parse(source):

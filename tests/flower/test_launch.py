@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,6 +96,10 @@ def test_what_is_wrong_is_told_before_anything_starts(
         return str(error.value)
 
     assert "did you mean 'fairgrad'" in refused("-c", 'method="fairgrod"')
+    assert "invalid format" in refused("-c", "rounds=abc")
+    assert "'rounds 3' is not KEY=VALUE" in refused("-c", "rounds 3")
+    assert "'7' is not KEY=VALUE" in refused("site", "-c", 'rounds=2 sites="a b" 7')
+    assert "nowhere.toml" in refused("-c", "nowhere.toml")
     assert "give a folder with a file or a folder for each" in refused(data=tmp_path / "none")
     (tmp_path / "empty").mkdir()
     assert "needs one file or folder for each site" in refused(data=tmp_path / "empty")
@@ -122,6 +130,46 @@ def test_a_superlink_that_is_not_there(
     with pytest.raises(fv.RunFailed) as failed:
         run_app(app, ["site"])
     assert str(failed.value) == "flwr run ended with 1: Connection to the SuperLink failed."
+
+
+def test_an_interrupted_command_says_that_the_run_goes_on(
+    app: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    (tmp_path / "config.toml").write_text('[superlink.site]\naddress = "nobody:8000"\n')
+    program = tmp_path / "flwr"
+    program.write_text("#!/bin/sh\necho Successfully started run 7\necho now\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(launch, "_program", lambda name: str(program))
+
+    def show(text: str, **_: object) -> None:
+        if text == "now\n":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "print", show, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        run_app(app, ["site"])
+    told = capsys.readouterr().err
+    assert told == "the run goes on at site; to end it: flwr stop 7 site\n"
+
+
+@pytest.mark.skipif(shutil.which("ps") is None, reason="ps is not installed")
+def test_processes_in_groups_of_their_own_are_ended() -> None:
+    """As the simulation of a SuperLink after Ctrl-C."""
+    start = "subprocess.Popen(['sleep', '99'], start_new_session=True).pid"
+    code = f"import subprocess, time; print({start}, flush=True); time.sleep(99)"
+    first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE,
+                             start_new_session=True)  # fmt: skip
+    assert first.stdout is not None
+    with first.stdout as told:
+        second = int(told.readline())
+        launch._end(first)
+    gone = time.monotonic() + 10
+    while Path(f"/proc/{second}/cmdline").is_file() and time.monotonic() < gone:
+        if not Path(f"/proc/{second}/cmdline").read_bytes():  # a zombie
+            break
+        time.sleep(0.05)
+    assert time.monotonic() < gone
 
 
 def test_too_few_simulated_nodes_stop_the_run_at_once() -> None:

@@ -11,6 +11,7 @@ from fairvar.report.compare import (
     LESS,
     MORE,
     _verdict,
+    claims_overview,
     claims_table,
     compared_with_fedavg,
 )
@@ -59,6 +60,18 @@ def test_few_seeds_are_marked_and_never_judged_alone() -> None:
     assert len(both.notes) == len(alone.notes) + 1
     late = [str(row.cells["late_verdict"]).endswith("(few seeds)") for row in both.rows]
     assert late == marked
+
+
+def test_the_overview_says_whose_a_claim_is_and_when_it_is_undecided() -> None:
+    """Claims of equality are undecided by their margins, not by zero."""
+    claims = claims_table(gather(Path(__file__).parents[2] / "results" / "cifar10"))
+    assert claims is not None
+    overview = claims_overview(claims)
+    whose = {claim.text: claim.whose for claim in CLAIMS}
+    assert {row.cells["whose"] for row in overview.rows} == set(whose.values())
+    assert all(row.cells["whose"] == whose[row.label] for row in overview.rows)
+    assert any(claim.relation == ALIKE and claim.text in str(overview.rows) for claim in CLAIMS)
+    assert "±1 point of accuracy" in overview.notes[0]
 
 
 def test_every_method_is_compared_with_fedavg() -> None:

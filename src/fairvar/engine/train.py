@@ -106,7 +106,8 @@ def train(
     drop_last: leave out the last batch of a pass if it is smaller than the others, as torch's
     DataLoader does. Batch norm needs it where images are small: gradients of a MobileNetV2 on two
     images of 32×32 are a million times larger than on 32 (benchmarks/small_batches.py).
-    local_steps, local_epochs: work per client and round; give one of them.
+    local_steps: steps of every client in a round.
+    local_epochs: passes over the client's samples in a round, instead of local_steps.
     loss: "cross_entropy", "mse" (½ squared error) or (outputs, targets) -> one loss per sample.
     With labels the model has one output per class, and the largest is its prediction.
     engine: "auto" picks the linear, pooled, blocked or vmapped path; "reference" is a plain loop.
@@ -117,12 +118,14 @@ def train(
     have bounds: Metric(function, higher_is_better=False, bounds=(0, 1)).
     clip_norm: cut each client's direction to this norm (off by default); as in torch, before weight
     decay and momentum (and before the proximal term of FedProx) are added.
-    weight_decay, momentum: those of `torch.optim.SGD` in local steps. Momentum starts from zero in
-    every round, so it changes nothing where a client takes one step.
+    weight_decay: of `torch.optim.SGD`, in local steps.
+    momentum: of `torch.optim.SGD`, in local steps; it starts from zero in every round, so it
+    changes nothing where a client takes one step.
     server: the server's optimiser, such as ServerOptimiser("sgd", beta1=0.9) (FedAvgM) or
     ServerOptimiser("adam", lr=0.01) (FedAdam); by default the method's update is not changed.
-    participation, participants: share or number of clients sampled in each round, by default all
-    (see `engine/batches.py` for the averages); the linear path needs all.
+    participation: share of the clients sampled in each round, by default all (see
+    `engine/batches.py` for the averages); the linear path needs all.
+    participants: number of clients sampled in each round, instead of participation.
     chunk: clients per vectorised call, by default what fits in memory; results do not change.
     precision: "tf32" or "bfloat16" rounds the inputs of products in training to gain speed.
     capture: record a round once as a CUDA graph and repeat it; by default on CUDA.

@@ -510,14 +510,20 @@ def claims_table(groups: Sequence[Group]) -> Table | None:
 def claims_overview(claims: Table) -> Table:
     """Of every claim how often it reproduced, over federations and scores, at the chosen rounds."""
     kinds = {"reproduced": "reproduced", "undecided": "undecided", "not": "not reproduced"}
-    columns = [Column("tests", "tests", 0, "federations × scores in which the claim was tested"),
+    columns = [Column("whose", "whose", 0, "a sentence of the paper, or our reading of its tables"),
+               Column("tests", "tests", 0, "federations × scores in which the claim was tested"),
                *(Column(key, name, 0, f"tests with this verdict: {name}")
                  for key, name in kinds.items())]  # fmt: skip
     rows = []
     for label in dict.fromkeys(row.label for row in claims.rows):
-        verdicts = [str(row.cells["verdict"]) for row in claims.rows if row.label == label]
+        tests = [row.cells for row in claims.rows if row.label == label]
+        verdicts = [str(cells["verdict"]) for cells in tests]
         counts = {key: sum(v.startswith(name) for v in verdicts) for key, name in kinds.items()}
         counts |= {"tests": len(verdicts)}
-        rows.append(Row(label, {key: Estimate(n) for key, n in counts.items()}))
-    notes = ["At the chosen rounds. Undecided: the 95 % interval includes zero."]
+        numbers = {key: Estimate(n) for key, n in counts.items()}
+        rows.append(Row(label, {"whose": tests[0]["whose"], **numbers}))
+    notes = [
+        "At the chosen rounds. Undecided: the 95 % interval includes zero or, for “equal” and "
+        "“like”, is neither within nor beyond ±1 point of accuracy or ±10 % of FedAvg's variance."
+    ]
     return Table(claims.title, columns, rows, notes, of="claim")

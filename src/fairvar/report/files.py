@@ -214,6 +214,9 @@ def result_figures(
     """Names and figures of the methods on one federation; `special`: clients that are different by
     nature."""
     alive = [r for r in results if r.at is not None]
+    gains = who_gains_figure(alive, primary, special)
+    if gains is not None:
+        yield "who_gains", gains
     if alive:
         yield "client_accuracies", accuracy_figure(alive, primary)
         spread = [r.trial.summary.last[r.reported(primary)][1] for r in alive]
@@ -223,9 +226,6 @@ def result_figures(
         differences = fedavg_figure(alive)
         if differences is not None:
             yield "compared_with_fedavg", differences
-    gains = who_gains_figure(alive, primary, special)
-    if gains is not None:
-        yield "who_gains", gains
     weighted = [r for r in alive if r.trial.method.uses_losses]
     if weighted:
         yield "weights", weights_figure(weighted[0])

@@ -29,6 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from fairvar.common.process import note
 from fairvar.errors import BadInput, FairvarError, RunFailed, one_line
 
 QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
@@ -42,6 +43,7 @@ BOXED = re.compile(r"│ (.*) │")  # a line of an error message of Flower's
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 HERE = "here"  # the name of the SuperLink of a simulation
 SECONDS_TO_START, SECONDS_TO_END = 90.0, 90.0
+PAIR = re.compile(r"""\S+?=('[^']*'|"[^"]*"|\S+)""")  # of -c; Flower skips all other text
 BUILT_IN_LINKS = ("local", "supergrid")  # of the configuration that Flower writes at first
 LOCAL = ":local:"  # address of a SuperLink that `flwr run` starts and leaves running
 
@@ -59,13 +61,15 @@ def run_app(app: Path, arguments: Sequence[str] = (), data: Path | None = None) 
         if data is not None:
             raise BadInput("--data is for simulations; a real node is started with --node-config "
                            "'data=\"/path\"'")  # fmt: skip
+        _changes(arguments)
         _check_known(arguments[0], environment)
         return _run(app, arguments[0], arguments[1:], environment)
     rest = [*arguments[named:], *_sites_of(data)]
     if find_spec("ray") is None:
         raise BadInput('Flower simulates nodes with ray; run: pip install "fairvar[simulation]"')
+    changed = _changes(rest)
     if not _given(rest).federation_config:
-        nodes = _clients(app, rest)
+        nodes = _clients(app, changed)
         rest += ["--federation-config", f"num-supernodes={nodes} client-resources-num-cpus=1"]
     with simulating_superlink(environment) as inside:
         _run(app, HERE, rest, inside)
@@ -128,19 +132,33 @@ def _given(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_known_args(list(arguments))[0]
 
 
-def _clients(app: Path, arguments: Sequence[str]) -> int:
-    """The app's number of clients, with the user's changes of its configuration. Import and
-    configuration errors are raised here, before anything is started."""
+def _changes(arguments: Sequence[str]) -> dict[str, Any]:
+    """Keys of the run configuration that are changed by `-c`: pairs KEY=VALUE, or a TOML file."""
     require_flower()
     from flwr.common.config import parse_config_args
 
+    texts = _given(arguments).run_config
+    try:
+        found = parse_config_args(texts)
+    except Exception as error:  # of Click or TOML, or that the file cannot be read
+        raise BadInput(f"-c {' '.join(texts)}: {one_line(str(error))}") from None
+    for text in texts:
+        if not text.endswith(".toml") and (lost := PAIR.sub("", text).strip()):
+            raise BadInput(f"-c {text}: {lost!r} is not KEY=VALUE; values with spaces need "
+                           "quotation marks")  # fmt: skip
+    return found
+
+
+def _clients(app: Path, changed: Mapping[str, Any]) -> int:
+    """The app's number of clients, with these changes of its configuration. Import and
+    configuration errors are raised here, before anything is started."""
     from fairvar.deploy.flower.setup import read_setup
 
     try:
         text = (app / "pyproject.toml").read_text(encoding="utf-8")
         section = tomllib.loads(text)["tool"]["flwr"]["app"]
         config: dict[str, Any] = section.get("config", {})
-        config = config | dict(parse_config_args(_given(arguments).run_config))
+        config = config | dict(changed)
         module = str(section["components"]["serverapp"]).partition(":")[0]
     except (OSError, ValueError, LookupError, AttributeError) as error:
         raise BadInput(f"{app}: its configuration cannot be read ({error!r})") from None
@@ -218,12 +236,28 @@ def _wait_for(link: subprocess.Popen[bytes], address: str, log: Path) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and its children."""
+    """End the process and all that it started."""
+    groups = _groups(process.pid)
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+        for group in groups:
+            with suppress(ProcessLookupError):
+                os.killpg(group, number)
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=10)
+
+
+def _groups(leader: int) -> set[int]:
+    """Process groups of this process and its descendants. (A SuperLink runs the simulation in a
+    group of its own, and does not end it.)"""
+    family, groups = {leader}, {leader}
+    with suppress(OSError):  # without `ps` there is the first group only
+        told = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,pgid="],  # noqa: S607
+                              capture_output=True, text=True)  # fmt: skip
+        rows = [[*map(int, line.split())] for line in told.stdout.splitlines()]
+        while more := {pid for pid, parent, _ in rows if parent in family} - family:
+            family |= more
+        groups |= {group for pid, _, group in rows if pid in family}
+    return groups
 
 
 def _run(app: Path, link: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -237,11 +271,16 @@ def _run(app: Path, link: str, arguments: Sequence[str], environment: Mapping[st
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE,  # noqa: S603
                           stderr=subprocess.STDOUT) as flwr:  # fmt: skip
         assert flwr.stdout is not None
-        for line in flwr.stdout:
-            text = line.decode(errors="replace")
-            print(text if sys.stdout.isatty() else COLOURS.sub("", text), end="", flush=True)
-            started = started or STARTED.search(text)
-            boxed += BOXED.findall(text)
+        try:
+            for line in flwr.stdout:
+                text = line.decode(errors="replace")
+                print(text if sys.stdout.isatty() else COLOURS.sub("", text), end="", flush=True)
+                started = started or STARTED.search(text)
+                boxed += BOXED.findall(text)
+        except KeyboardInterrupt:
+            if started and link != HERE:
+                note(f"the run goes on at {link}; to end it: flwr stop {started[1]} {link}")
+            raise
     why = one_line(" ".join(boxed)) or "its own message is above"
     if flwr.returncode:
         raise RunFailed(f"flwr run ended with {flwr.returncode}: {why}")
