@@ -17,6 +17,7 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor
 
 from fairvar.common import rng
+from fairvar.common.files import given_path
 from fairvar.errors import BadInput, cause, shown, unknown
 
 SPLITS = ("train", "valid", "test")
@@ -112,7 +113,7 @@ def read_csv(path: str | Path, client: str) -> Any:
     same: these are read as numbers, so that 2 comes before 10."""
     if not isinstance(path, str | Path):
         raise BadInput(f"path = {shown(path)}: give the path of a CSV file")
-    pandas, path = _pandas(), Path(path).expanduser()
+    pandas, path = _pandas(), given_path(path)
     way = "use Federation.from_frame(pandas.read_csv(path, {}), …)"
     try:
         table = pandas.read_csv(path, dtype={str(client): str})
