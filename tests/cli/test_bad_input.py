@@ -148,8 +148,9 @@ BAD: dict[str, tuple[list[str], str]] = {
         "syntax.py": "line 1", "raises.py": "line 3: ZeroDivisionError", "exits.py": "SystemExit",
         "escape.py": "control characters", "nothing.py": "registers no method",
         "twice.py": "mine_bad_input", "taken.py": '"fedavg"',
-        "untagged.py": "untagged.py", "function.py": "Mine'> is no method", "json.py": "two lines \\x1b", "latin.py": "latin.py",
-        "nul.py": "nul.py", "folder.py": "not a Python file", "nowhere.py": "nowhere.py",
+        "untagged.py": "untagged.py", "function.py": "Mine'> is no method",
+        "json.py": "two lines \\x1b", "latin.py": "latin.py", "nul.py": "nul.py",
+        "folder.py": "not a Python file", "nowhere.py": "nowhere.py",
         "digits.toml": "digits.toml"}.items()},
 }  # fmt: skip
 NO_JSON = ("flower", "example", "data")  # commands that print no JSON
