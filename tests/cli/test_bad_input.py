@@ -330,6 +330,18 @@ def test_names_that_cannot_be_printed(text: str, folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_narrow_terminals(folder: Path, capsys, monkeypatch) -> None:
+    """No digit is left out; a help text comes to its end."""
+    monkeypatch.setenv("COLUMNS", "40")
+    arguments = ("run", QUICK, "train.rounds=2")
+    code, out, _ = call(capsys, *arguments)
+    assert code == 0
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 40
+    done = process("run", "--help", environment={"COLUMNS": "1"}, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 INTERRUPTING = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n"
 
 
