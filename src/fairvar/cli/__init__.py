@@ -75,7 +75,7 @@ def _called(command: Callable[..., Any], bound: BoundArguments) -> None:
 def _prepare_streams() -> None:
     """Printing must never fail, whatever characters a name has and the terminal can show, nor run
     without end, as a help text does in fewer than five columns."""
-    if os.environ.get("COLUMNS") in map(str, range(1, 20)):
+    if os.environ.get("COLUMNS", "") in map(str, range(1, 20)):
         os.environ["COLUMNS"] = "20"
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
