@@ -61,7 +61,7 @@ def suggestion(name: object, known: Iterable[str]) -> str:
     near = get_close_matches(text, names, n=1, cutoff=0.6)
     near = near or [each for each in names if text and each.startswith(text)]
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{hint}known are {', '.join(names) or 'none'}"
+    return f"{hint}known are {', '.join(names)}" if names else "there is none"
 
 
 def unknown(kind: str, name: object, known: Iterable[str]) -> BadInput:

@@ -51,6 +51,8 @@ FILES = {
     "binary.toml": bytes(range(256)),
     "twolevels.toml": "[a.b.c.d.e.f.g]\nx = 1",
     "empty/x": "",
+    "none.toml": "[sweep]",
+    "function.py": "import fairvar as fv\n\n@fv.register\nclass Mine:\n    pass\n",
 }
 # Arguments, and a word that the line must have.
 BAD: dict[str, tuple[list[str], str]] = {
@@ -70,6 +72,11 @@ BAD: dict[str, tuple[list[str], str]] = {
     "escape in a command": (["\x1b[31m"], "\\x1b[31m"),
     "empty argument": (["run", ""], "cannot be read"),
     "very long path": (["run", "x" * 5000], "File name too long"),
+    "names of options for arguments": (["run", "--config", QUICK], "--config"),
+    "seal of no archive": (["seal", "empty"], "empty/runs.tar.xz does not exist"),
+    "scale of a file without": (["sweep", "none.toml", "--scale", "small"], "there is none"),
+    "schedule": (["run", QUICK, "train.schedule.name=cos"], "known are constant, cosine, step"),
+    "option of another method": (["run", QUICK, "method.q=1"], "unknown key method.q: known are"),
     "unknown example": (["example", "quik"], "did you mean 'quick'"),
     # numbers
     **{
@@ -141,8 +148,9 @@ BAD: dict[str, tuple[list[str], str]] = {
         "syntax.py": "line 1", "raises.py": "line 3: ZeroDivisionError", "exits.py": "SystemExit",
         "escape.py": "control characters", "nothing.py": "registers no method",
         "twice.py": "mine_bad_input", "taken.py": '"fedavg"',
-        "untagged.py": "untagged.py", "json.py": "two lines \\x1b", "latin.py": "latin.py",
-        "nul.py": "nul.py", "folder.py": "not a Python file", "nowhere.py": "nowhere.py",
+        "untagged.py": "untagged.py", "function.py": "Mine'> is no method",
+        "json.py": "two lines \\x1b", "latin.py": "latin.py", "nul.py": "nul.py",
+        "folder.py": "not a Python file", "nowhere.py": "nowhere.py",
         "digits.toml": "digits.toml"}.items()},
 }  # fmt: skip
 NO_JSON = ("flower", "example", "data")  # commands that print no JSON
@@ -239,6 +247,41 @@ def test_an_error_in_the_code_of_a_plugin_names_its_line(folder: Path, capsys) -
     assert "late.py:7: NameError" in err.splitlines()[-1]
 
 
+@pytest.mark.parametrize("weights", ["replies.share[:2]", "'abc'", "1.0"])
+def test_wrong_weights_of_a_plugin_are_its_fault(weights: str, folder: Path, capsys) -> None:
+    body = f"def weigh(self, memory, replies):\n        return {weights}, memory"
+    (folder / "late.py").write_text(PLUGIN.format(body=body))
+    Path("c.toml").write_text('[method]\nname = "mine_bad_input"\n[train]\nrounds = 1\n')
+    code, out, err = call(capsys, "run", "c.toml", "--plugin", "late.py")
+    assert (code, out) == (2, "")
+    assert "one weight for each of the 50 replies" in err.splitlines()[-1]
+
+
+def test_what_own_code_prints_is_no_json(folder: Path, capsys) -> None:
+    text = "import torch\nprint('hello')\ndef net(input_shape, classes):\n    print('built')\n"
+    layers = "torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, classes))"
+    (folder / "loud.py").write_text(f"{text}    return {layers}\n")
+    Path("c.toml").write_text('[model]\nname = "loud:net"\n[train]\nrounds = 1\n')
+    code, out, err = call(capsys, "run", "c.toml", "--json")
+    assert code == 0, err
+    assert json.loads(out)["rounds"] == 1
+    assert "hello\nbuilt" in err
+
+
+def test_without_a_home_folder(folder: Path, capsys, monkeypatch) -> None:
+    def unknown(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("FAIRVAR_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "expanduser", unknown)
+    assert call(capsys, "data", "list")[0] == 0
+    for arguments in (["data", "fetch", "mnist"], ["run", QUICK, "data.name=mnist"]):
+        code, out, err = call(capsys, *arguments)
+        assert (code, out) == (2, "")
+        assert "set HOME" in err
+
+
 def test_an_error_in_a_worker_is_the_same_line(folder: Path) -> None:
     body = "def weigh(self, memory, replies):\n        return undefined"
     (folder / "late.py").write_text(PLUGIN.format(body=body))
@@ -285,6 +328,18 @@ def test_names_that_cannot_be_printed(text: str, folder: Path) -> None:
     assert "does not exist" in done.stderr
     done = process("theory", environment={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
     assert done.returncode == 0, done.stderr
+
+
+def test_narrow_terminals(folder: Path, capsys, monkeypatch) -> None:
+    """No digit is left out; a help text comes to its end."""
+    monkeypatch.setenv("COLUMNS", "40")
+    arguments = ("run", QUICK, "train.rounds=2")
+    code, out, _ = call(capsys, *arguments)
+    assert code == 0
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 40
+    done = process("run", "--help", environment={"COLUMNS": "1"}, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 INTERRUPTING = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n"

@@ -253,6 +253,19 @@ def test_every_help_has_an_example():
     assert "Example: fairvar" in commands.app.help
 
 
+def test_the_help_of_example_names_every_configuration(capsys):
+    text = call(capsys, "example", "--help")[1]
+    files = Path(QUICK).parent.rglob("*.toml")
+    assert {file.stem for file in files} <= set(re.findall(r"\w+", text))
+
+
+def test_no_help_offers_what_does_not_exist(capsys):
+    for words in (["run"], ["sweep"], ["report"], ["compare"], ["flower", "keys"]):
+        text = call(capsys, *words, "--help")[1]
+        for name in ("--config", "--folder", "--a ", "--empty-host", "--no-late", "--batch"):
+            assert name not in text
+
+
 def test_help_and_version_as_a_process():
     for arguments in (["--help"], ["run", "--help"], ["--version"]):
         done = subprocess.run(

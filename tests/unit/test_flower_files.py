@@ -78,6 +78,13 @@ def test_keys_fit_together(tmp_path: Path) -> None:
         assert key.public_key() == load_ssh_public_key(read[f"node-{number}.pub"])
 
 
+@pytest.mark.parametrize("host", ["ü", "", "a b", "a..b", "a\nb", "\udcff", "-" * 254])
+def test_names_that_no_certificate_holds(host: str, tmp_path: Path) -> None:
+    with pytest.raises(fv.BadInput, match="give an ASCII name"):
+        make_keys(tmp_path / "keys", 1, ["fl.example.org", host])
+    assert not (tmp_path / "keys").exists()
+
+
 @pytest.mark.parametrize(("nodes", "hosts", "days"), [(0, ["a"], 1), (1, [], 1), (1, ["a"], 0)])
 def test_impossible_keys(nodes: int, hosts: list[str], days: int, tmp_path: Path) -> None:
     with pytest.raises(fv.BadInput, match="at least one"):

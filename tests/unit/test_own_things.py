@@ -17,11 +17,11 @@ from fairvar.errors import BadInput
 from fairvar.methods import METHODS
 from fairvar.report import files
 from fairvar.runs import cluster, own
-from fairvar.runs.config import Config
+from fairvar.runs.config import Config, merge_overrides
 from fairvar.runs.identity import identity_of
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather, stored_runs
-from fairvar.runs.runner import arrange
+from fairvar.runs.runner import Watch, arrange, run_cell
 from fairvar.runs.sweep import run_sweep
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +115,47 @@ def test_two_folders_may_have_modules_of_the_same_name(folder: Path, tmp_path: P
     assert len(found) == 2
 
 
+METRIC = "def hit(outputs, targets):\n    return (outputs.argmax(1) == targets).double().mean()\n"
+
+
+@pytest.mark.slow
+def test_a_metric_lies_next_to_the_configuration(folder: Path, tmp_path: Path, capsys) -> None:
+    """Workers and `verify` find it; a stored run that names it makes no code run."""
+    (folder / "scores.py").write_text(METRIC)
+    out = tmp_path / "out"
+    plan = Plan.load(folder / "sweep.toml", ["sweep.grid={}", "evaluate.metric=scores:hit"])
+    run_sweep(arrange(plan.cells), out, lambda *_: None, workers=2)
+    forget()
+    code, said, err = call(capsys, "verify", out, "--rerun", "1", "--seed", "0")
+    assert code == 0, err
+    assert "agrees" in said
+    forget()
+    (folder / "scores.py").unlink()
+    assert gather(out)[0].metric.name == "hit"
+    own.LOADED.clear()
+    code, _, err = call(capsys, "verify", out, "--rerun", "1", "--seed", "0")
+    assert code == 2
+    assert "scores:hit" in err
+
+
+def test_a_stored_metric_is_not_imported(folder: Path, tmp_path, monkeypatch, capsys):
+    """Not even from the current folder: its code is not the one that made the run."""
+    (folder / "scores.py").write_text(METRIC)
+    out = tmp_path / "out"
+    (run,) = Plan.load(folder / "sweep.toml", ['sweep.methods=["fedavg"]', "sweep.seeds=1",
+                       "sweep.grid={}", "evaluate.metric=scores:hit"]).cells  # fmt: skip
+    run_cell(run, out, Watch())
+    forget()
+    monkeypatch.setenv("FAIRVAR_CACHE", str(tmp_path / "another machine"))
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    (folder / "scores.py").write_text("open('it_ran', 'w')\n")
+    code, _, err = call(capsys, "verify", out, "--rerun", "1")
+    assert code == 2
+    assert "--plugin FILE" in err
+    assert not (folder / "it_ran").exists()
+
+
 # -- stored runs -----------------------------------------------------------------------------------
 def sweep(folder: Path, out: Path, workers: int = 1, **grid: str) -> Plan:
     given = [f"sweep.grid={{{', '.join(f'{k!r} = {v}' for k, v in grid.items())}}}"]
@@ -191,6 +232,10 @@ def test_ray_gets_the_files(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert run.folder.name == batch.names[0]
 
 
+SMALL = {"data": {"name": "digits", "clients": 4}, "train": {"rounds": 2}, "evaluate": {"every": 1}}
+ONE = {"methods": ["fedavg"], "seeds": 1}
+
+
 # -- sweeps ----------------------------------------------------------------------------------------
 def test_the_grid_is_expanded_grouped_and_chosen(folder: Path, tmp_path: Path) -> None:
     grid = {"train.batch_size": "[4, 8]", "data.args.shift": "[0.0, 0.4]"}
@@ -238,12 +283,60 @@ def test_plans_over_methods_models_and_partitions() -> None:
         ({"train.batch_size": [4, 4]}, "twice"),
         ({"train.batch_size": [0]}, "train.batch_size"),
         ({"train.batch_size": 4}, "train.batch_size"),
+        ({"train": [{"lr": 0.1}]}, "single keys"),
+        ({"method": [{"name": "afl"}]}, "single keys"),
     ],
 )
 def test_what_a_grid_refuses(grid: dict[str, object], word: str) -> None:
     with pytest.raises(BadInput, match=re.escape(word)) as caught:
         Plan.from_dict({"sweep": {"methods": ["fedavg"], "grid": grid}})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "word"),
+    [
+        ({"alpha": [0.1], "grid": {"partition.alpha": [0.5]}}, "give one of them"),
+        ({"method": {"fedavg": {"lr": [0.1, 0.1]}}}, "fedavg.lr = [0.1, 0.1] has a value twice"),
+        ({"methods": ["fedavg*"]}, "fedavg has no exact variant"),
+    ],
+)
+def test_what_a_sweep_refuses(section: dict[str, object], word: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(word)):
+        Plan.from_dict({"sweep": {"methods": ["fedavg"], **section}})
+
+
+def test_quotes_and_the_order_of_keys_do_not_matter() -> None:
+    values: dict[str, object] = {"sweep": {}}
+    merge_overrides(values, ['sweep.grid."train.batch_size"=[4]', "sweep.method.'fairloss*'.lr=2"])
+    assert values["sweep"] == {
+        "grid": {"train": {"batch_size": [4]}}, "method": {"fairloss*": {"lr": 2}}
+    }  # fmt: skip
+    grid = {"partition.alpha": [0.5], "partition.name": ["dirichlet"]}
+    (cell,) = Plan.from_dict({"sweep": {"methods": ["fedavg"], "seeds": 1, "grid": grid}}).cells
+    assert cell.partition.alpha == 0.5  # type: ignore[union-attr]
+
+
+def test_whole_partitions_make_tables_of_their_own(tmp_path: Path) -> None:
+    kinds = [{"name": "iid"}, {"name": "dirichlet", "alpha": 1.0}]
+    plan = Plan.from_dict({**SMALL, "sweep": {**ONE, "grid": {"partition": kinds}}})
+    run_sweep(arrange(plan.cells), tmp_path, lambda *_: None)
+    assert len({group.passport["sha256"] for group in gather(tmp_path)}) == 2
+
+
+def test_a_key_that_is_added_to_a_grid_keeps_the_earlier_runs(tmp_path: Path, capsys) -> None:
+    """Runs before and after are one table; without a value the default is one of the values."""
+    for grid in ({}, {"train.batch_size": [4]}, {"train.batch_size": [4], "train.momentum": [0.5]}):
+        plan = Plan.from_dict({**SMALL, "sweep": {**ONE, "grid": grid}})
+        run_sweep(arrange(plan.cells), tmp_path / "runs", lambda *_: None)
+    assert call(capsys, "condense", tmp_path / "runs", "--out", tmp_path / "small")[0] == 0
+    for place in ("runs", "small"):
+        (group,) = gather(tmp_path / place)
+        assert {trial.describe() for trial in group.trials} == {
+            "lr 0.1, batch_size not given, momentum 0",
+            "lr 0.1, batch_size 4, momentum 0",
+            "lr 0.1, batch_size 4, momentum 0.5",
+        }
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -261,6 +354,12 @@ BROKEN = {
     "partition.name=iid": "clinics:data is made client by client",
     "data.root=x": "data.args",
     "model={name=\"multinomial\", args={width=3}}": "model.args is for functions of your own",
+    "evaluate.metric=nowhere:hit": "nowhere",
+    "evaluate.metric=clinics:hit": "clinics.py has no function hit",
+    "evaluate.metric=os:system": "no code of yours",
+    "evaluate.metric='a b:c'": "package.module:function",
+    "model.name=rich:model": "rich/__init__.py has no function model",
+    "model.name=things.clinics:model": "things",
     "method.plugin=3": "method.plugin",
     "method.plugin='nothing.py'": "nothing.py",
 }  # fmt: skip
@@ -338,3 +437,18 @@ def test_init_writes_a_file_that_runs(tmp_path: Path, monkeypatch, capsys) -> No
     assert code == 2
     assert "there already" in err
     assert Path("mine.toml").read_bytes() == before
+    odd = "of\ntwo lines.toml"
+    assert call(capsys, "init", odd)[0] == 0
+    assert call(capsys, "run", odd, "--dry")[0] == 0
+
+
+def test_init_leaves_nothing_where_the_disk_is_full(tmp_path, monkeypatch, capsys) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fairvar.common.files.os.fsync", full)
+    code, _, err = call(capsys, "init", "mine.toml")
+    assert code == 2
+    assert "No space left" in err
+    assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from inspect import BoundArguments
 from types import FrameType
 from typing import Any
 
@@ -60,11 +62,21 @@ def _parsed(arguments: list[str], commands: str) -> Callable[[], Any]:
     )
     if command.__module__.startswith("fairvar"):
         import_module("fairvar.cli.library")  # here, where a signal ends the command at once
-    return lambda: command(*bound.args, **bound.kwargs)
+    return lambda: _called(command, bound)
+
+
+def _called(command: Callable[..., Any], bound: BoundArguments) -> None:
+    from fairvar.cli.common import json_alone
+
+    with json_alone() if bound.arguments.get("json") else nullcontext():
+        command(*bound.args, **bound.kwargs)
 
 
 def _prepare_streams() -> None:
-    """Printing must never fail, whatever characters a name has and the terminal can show."""
+    """Printing must never fail, whatever characters a name has and the terminal can show, nor run
+    without end, as a help text does in fewer than five columns."""
+    if os.environ.get("COLUMNS", "") in map(str, range(1, 20)):
+        os.environ["COLUMNS"] = "20"
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell: >&-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -25,26 +26,28 @@ from fairvar.cli.common import (
     say,
     show,
 )
+from fairvar.common.files import whole_file
 from fairvar.common.process import note
-from fairvar.errors import BadInput
+from fairvar.errors import BadInput, plain
 
 
 @app.command
-def example(name: str = "quick") -> None:
+def example(name: str = "quick", /) -> None:
     """Print a configuration file to start from.
 
     Example: fairvar example > quick.toml
 
     Args:
-        name: "quick", a single run with every section; "demo" and "different", the sweeps of
-            `fairvar demo`; or a sweep of the paper: mnist, cifar10, cifar100, tiny_imagenet.
+        name: "quick", a single run with every section, or a sweep: demo and different, those of
+            `fairvar demo`; mnist, cifar10, cifar100 and tiny_imagenet of the paper; mnist_all,
+            shakespeare and tabular with further methods.
     """
     with example_file(name) as path:
         print(path.read_text(encoding="utf-8"), end="")
 
 
 @app.command
-def init(file: Path = Path("fairvar.toml")) -> None:
+def init(file: Path = Path("fairvar.toml"), /) -> None:
     """Write a configuration with comments, to start from; an existing file is never overwritten.
 
     Example: fairvar init my.toml
@@ -53,12 +56,12 @@ def init(file: Path = Path("fairvar.toml")) -> None:
         file: where to; `fairvar run FILE` then trains it.
     """
     with example_file("quick") as path:
-        text = path.read_text(encoding="utf-8").replace("configs/quick.toml", str(file))
+        text = path.read_text(encoding="utf-8").replace("configs/quick.toml", plain(str(file)))
+    if os.path.lexists(file):
+        raise BadInput(f"{file} is there already; give another name")
     try:
-        with file.open("x", encoding="utf-8") as opened:
-            opened.write(text)
-    except FileExistsError:
-        raise BadInput(f"{file} is there already; give another name") from None
+        with whole_file(file) as opened:
+            opened.write(text.encode())
     except OSError as error:
         raise BadInput(f"cannot write {file}: {error.strerror or error}") from None
     say(f"wrote {file}; next: fairvar run {file}")
@@ -67,6 +70,7 @@ def init(file: Path = Path("fairvar.toml")) -> None:
 @app.command
 def partition(
     config: ConfigFile,
+    /,
     *overrides: Overrides,
     scale: Scale = None,
     out: Out = Path("fairvar-partition"),
@@ -86,10 +90,12 @@ def partition(
             raise BadInput(f"{federation.name} has no classes: there is no partition to draw")
     lib.formats.check_writable(out)
     files = []
-    for name, federation in drawn.items():
-        counts = federation.class_counts.numpy()
-        figure = lib.files.partition_figure(federation.name, counts, federation.provenance)
-        files += lib.style.save(figure, out, name)
+    with lib.progress("fairvar partition") as report:
+        for place, (name, federation) in enumerate(drawn.items()):
+            report(place, len(drawn), name)
+            counts = federation.class_counts.numpy()
+            figure = lib.files.partition_figure(federation.name, counts, federation.provenance)
+            files += lib.style.save(figure, out, name)
     if json:
         passports = [dict(federation.provenance) for federation in drawn.values()]
         return print_json(passports if several else passports[0])
@@ -158,7 +164,7 @@ def data_list(*, json: Json = False) -> None:
 
 
 @data.command(name="fetch")
-def data_fetch(name: str, *, root: Path | None = None) -> None:
+def data_fetch(name: str, /, *, root: Path | None = None) -> None:
     """Download a data set from its official address, checked against its SHA-256.
 
     The same command continues an interrupted download.
@@ -177,7 +183,7 @@ def data_fetch(name: str, *, root: Path | None = None) -> None:
 
 
 @data.command(name="verify")
-def data_verify(name: str, *, root: Path | None = None, json: Json = False) -> None:
+def data_verify(name: str, /, *, root: Path | None = None, json: Json = False) -> None:
     """Check a data set's files; exit code 4 if one is not what was published.
 
     Example: fairvar data verify cifar10
@@ -202,7 +208,7 @@ app.command(flower)
 
 
 @flower.command(name="new")
-def flower_new(folder: Path) -> None:
+def flower_new(folder: Path, /) -> None:
     """Write a Flower app that trains with fairvar; put your model into it.
 
     Example: fairvar flower new my_app
@@ -216,7 +222,14 @@ def flower_new(folder: Path) -> None:
 
 
 @flower.command(name="keys")
-def flower_keys(folder: Path, *, nodes: Nodes, host: list[str], days: Days = 365) -> None:
+def flower_keys(
+    folder: Path,
+    /,
+    *,
+    nodes: Nodes,
+    host: Annotated[list[str], Parameter(negative="")],
+    days: Days = 365,
+) -> None:
     """Make a certificate authority, the server's certificate and a key pair for every node.
 
     Example: fairvar flower keys keys --nodes 3 --host fl.example.org
@@ -238,6 +251,7 @@ def flower_keys(folder: Path, *, nodes: Nodes, host: list[str], days: Days = 365
 @flower.command(name="run")
 def flower_run(
     app: Path,
+    /,
     *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)],
     data: Path | None = None,
 ) -> None:

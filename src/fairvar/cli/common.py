@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json as jsonlib
 import math
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 from cyclopts import (
     App,
@@ -45,6 +46,7 @@ else:
 
     lib = _Library()
 
+_json_goes_to: TextIO | None = None  # None: to stdout
 app = App(
     name="fairvar",
     version=__version__,
@@ -59,7 +61,8 @@ Example: fairvar demo, and then
 )
 
 # -- options of several commands -------------------------------------------------------------------
-Json = Annotated[bool, Parameter(negative="", help="print the result as JSON")]
+Flag = Annotated[bool, Parameter(negative="", show_default=False)]  # off unless it is given
+Json = Annotated[Flag, Parameter(help="print the result as JSON")]
 Out = Annotated[Path, Parameter(help="folder for the files that are written")]
 Plugin = Annotated[
     Path | None,
@@ -79,7 +82,7 @@ Methods = Annotated[
         help="paper (the eight), extended (all further ones), all, or names such as term,afl"
     ),
 ]
-Dry = Annotated[bool, Parameter(negative="", help="check and print what would be done, and stop")]
+Dry = Annotated[Flag, Parameter(help="check and print what would be done, and stop")]
 
 
 def _whole(kind: Any, tokens: Sequence[Token]) -> int:
@@ -179,8 +182,20 @@ def say(*lines: object) -> None:
         print(plain(str(line)))
 
 
+@contextmanager
+def json_alone() -> Iterator[None]:
+    """Within it stdout gets JSON only; what the user's own code prints goes to stderr."""
+    global _json_goes_to
+    _json_goes_to = sys.stdout
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _json_goes_to = None
+
+
 def print_json(value: Any) -> None:
-    print(jsonlib.dumps(_finite(value), indent=2, allow_nan=False))
+    print(jsonlib.dumps(_finite(value), indent=2, allow_nan=False), file=_json_goes_to)
 
 
 def _finite(value: Any) -> Any:

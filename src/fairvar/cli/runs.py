@@ -15,6 +15,7 @@ from fairvar.cli.common import (
     ConfigFile,
     Count,
     Dry,
+    Flag,
     Json,
     Methods,
     NonNegative,
@@ -86,9 +87,10 @@ def demo(
     with lib.progress("fairvar demo") as report:
         groups, processes = lib.runner.arrange(cells), workers or min(8, os.cpu_count() or 1)
         lib.sweep.run_sweep(groups, out / "runs", report, processes)
-    # The folder may hold runs of earlier demos with other options.
-    names = {lib.runner.run_folder(cell, out).name for cell in cells}
-    tables, files = lib.files.write_files(lib.results.gather(out / "runs", only=names), out, TITLE)
+        # The folder may hold runs of earlier demos with other options.
+        names = {lib.runner.run_folder(cell, out).name for cell in cells}
+        found = lib.results.gather(out / "runs", only=names)
+        tables, files = lib.files.write_files(found, out, TITLE, report)
     show_report(tables, files, json)
     if not json:
         say(NOTE)
@@ -97,6 +99,7 @@ def demo(
 @app.command
 def run(
     config: ConfigFile,
+    /,
     *overrides: Overrides,
     out: Out = Path("runs"),
     dry: Dry = False,
@@ -125,6 +128,7 @@ def run(
 @app.command
 def sweep(
     config: ConfigFile,
+    /,
     *overrides: Overrides,
     out: Path | None = None,
     scale: Scale = None,
@@ -136,8 +140,8 @@ def sweep(
     ray_cpus: PositiveFloat | None = None,
     ray_gpus: float | None = None,
     save_every: Count | None = None,
-    batch: bool = True,
-    estimate: bool = True,
+    no_batch: Flag = False,
+    no_estimate: Flag = False,
     dry: Dry = False,
     plugin: Plugin = None,
     json: Json = False,
@@ -158,14 +162,15 @@ def sweep(
         ray_cpus: CPUs that a task takes of its node; train.threads by default.
         ray_gpus: GPUs that it takes, such as 0.25; one by default if train.device is cuda.
         save_every: rounds between checkpoints, in addition to one every ten seconds.
-        batch: runs that differ in numbers only (lr, strength, q, step, seed) train as one batch
-            where that is faster; --no-batch trains every run by itself, the same within rounding.
-        estimate: time a few rounds first, to say how long a large sweep will take.
+        no_batch: train every run by itself. By default runs that differ in numbers only (lr,
+            strength, q, step, seed) train as one batch where that is faster, the same within
+            rounding.
+        no_estimate: do not time a few rounds first to say how long a large sweep will take.
     """
     lib.load_plugin(plugin)
     plan = lib.plan.Plan.load(config, (*overrides, *method_override(methods)), scale)
     if dry:
-        groups = lib.experiments.part_of(plan, shard, batch)
+        groups = lib.experiments.part_of(plan, shard, not no_batch)
         rows = lib.plan.differences([cell for group in groups for cell in group])
         if json:
             return print_json(rows)
@@ -175,8 +180,8 @@ def sweep(
         return say(f"{len(rows)} runs")
     found = lib.experiments.sweep(
         plan, out=out, workers=workers, budget=budget, shard=shard, ray=ray, ray_cpus=ray_cpus,
-        ray_gpus=ray_gpus, save_every=save_every, batch=batch, estimate=estimate, plugin=plugin,
-        progress=True,
+        ray_gpus=ray_gpus, save_every=save_every, batch=not no_batch,
+        estimate=not no_estimate, progress=True,
     )  # fmt: skip
     folder, status = found.folder, found.status
     if json:
@@ -191,6 +196,7 @@ def sweep(
 @app.command
 def report(
     folder: Path,
+    /,
     *,
     out: Path | None = None,
     title: str | None = None,
@@ -204,7 +210,7 @@ def report(
     Example: fairvar report runs/mnist --title "MNIST, 50 clients"
 
     Args:
-        folder: what `fairvar sweep` wrote.
+        folder: what `fairvar sweep`, `run` or `condense` wrote.
         out: where the report goes; FOLDER/report by default.
         title: heading of the page.
     """
@@ -221,9 +227,10 @@ def report(
 def compare(
     a: str,
     b: str,
+    /,
     *,
     model: Model = None,
-    late: bool = False,
+    late: Flag = False,
     plugin: Plugin = None,
     json: Json = False,
 ) -> None:
@@ -254,7 +261,7 @@ def compare(
 def condense(
     *folders: Path,
     out: Path,
-    all: Annotated[bool, Parameter(negative="")] = False,
+    all: Flag = False,
     selection: Selection | None = None,
     plugin: Plugin = None,
     json: Json = False,
@@ -293,7 +300,7 @@ def condense(
 
 
 @app.command
-def seal(folder: Path, *, plugin: Plugin = None, json: Json = False) -> None:
+def seal(folder: Path, /, *, plugin: Plugin = None, json: Json = False) -> None:
     """Write the list of contents (runs.json) of an archive that was made without one.
 
     `condense` writes it by itself. Without it `report` and `verify` refuse an archive, because a
@@ -314,6 +321,7 @@ def seal(folder: Path, *, plugin: Plugin = None, json: Json = False) -> None:
 @app.command
 def verify(
     folder: Path,
+    /,
     *,
     rerun: NonNegative = 0,
     evaluations: Count = 1,

@@ -168,7 +168,11 @@ def given_path(path: object, *, to_write: bool = False) -> Path:
     """The path that a user gave, where ~ is the home folder."""
     if not isinstance(path, str | os.PathLike):
         raise BadInput(f"path = {shown(path)}: give the path of a file")
-    found = Path(path).expanduser()
+    try:
+        found = Path(path).expanduser()
+    except RuntimeError:
+        raise BadInput(f"{path}: your home folder is not known; set HOME, and FAIRVAR_CACHE to a "
+                       "folder for data sets") from None  # fmt: skip
     if to_write and found.is_dir():
         raise BadInput(f"{found} is a folder; give the name of a file in it")
     return found

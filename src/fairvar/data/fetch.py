@@ -20,7 +20,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from fairvar.common.files import digest, open_regular
+from fairvar.common.files import digest, given_path, open_regular
 from fairvar.data.readers.arrays import IDX_FILES
 from fairvar.errors import BadInput, RunFailed, cause, unknown
 
@@ -98,7 +98,7 @@ def cache_dir() -> Path:
     own = os.environ.get("FAIRVAR_CACHE")
     if own:
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fairvar"
+    return Path(os.environ.get("XDG_CACHE_HOME") or given_path("~/.cache")) / "fairvar"
 
 
 def datasets_dir() -> Path:
@@ -125,7 +125,7 @@ def fetch(
     """
     if name not in REMOTE:
         raise unknown("data set to download", name, REMOTE)
-    folder = (datasets_dir() if root is None else Path(root).expanduser()) / name
+    folder = (datasets_dir() if root is None else given_path(root)) / name
     urls = {remote: _url(remote, mirror) for remote in REMOTE[name]}
     try:
         folder.mkdir(parents=True, exist_ok=True)

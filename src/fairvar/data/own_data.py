@@ -17,6 +17,7 @@ from jaxtyping import Int64, Shaped
 from torch import Tensor
 
 from fairvar.common import rng
+from fairvar.common.files import given_path
 from fairvar.common.validation import as_python, whole_number
 from fairvar.errors import BadInput, cause, shown, unknown
 
@@ -122,7 +123,7 @@ def read_csv(path: str | Path, client: str) -> Any:
     same: these are read as numbers, so that 2 comes before 10."""
     if not isinstance(path, str | Path):
         raise BadInput(f"path = {shown(path)}: give the path of a CSV file")
-    pandas, path = _pandas(), Path(path).expanduser()
+    pandas, path = _pandas(), given_path(path)
     way = "use Federation.from_frame(pandas.read_csv(path, {}), …)"
     try:  # with a mark in front, pandas does not take a client "NA" for a gap
         table = pandas.read_csv(path, converters={str(client): lambda text: f"={text}"})

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from fairvar.common.files import digest, open_regular, read_bytes, walk, whole_file
+from fairvar.common.files import digest, given_path, open_regular, read_bytes, walk, whole_file
 from fairvar.common.process import note
 from fairvar.data.dataset import BLOCK, Dataset, Scale
 from fairvar.data.fetch import (
@@ -164,9 +164,9 @@ def _provenance(source: Source, samples: Samples) -> str:
 def _places(name: str, root: Root) -> Iterator[Path]:
     """Where a set may be: below the given root only, or below the usual two folders."""
     folders = SOURCES[name].folders
-    bases = [Path(b).expanduser() for b in (os.environ.get("FAIRVAR_DATA"), datasets_dir()) if b]
+    bases = [given_path(b) for b in (os.environ.get("FAIRVAR_DATA"), datasets_dir()) if b]
     if root is not None:
-        bases, folders = [Path(root).expanduser()], ("", *(f for f in folders if f))
+        bases, folders = [given_path(root)], ("", *(f for f in folders if f))
     yield from (base / folder for base in bases for folder in folders)
 
 
@@ -188,7 +188,7 @@ def locate(name: str, root: Root = None) -> tuple[FileLayout, list[Path]]:
 
 def _not_found(name: str, root: Root) -> BadInput:
     if name in OWN:
-        there = Path(root or "").expanduser().exists()
+        there = given_path(root or "").exists()
         kind = "folder" if name == "folder" else ".npz file"
         return BadInput(f"root = {str(root)!r} {f'is no {kind}' if there else 'does not exist'}")
     way = f"point to it or run: fairvar data fetch {name}"

@@ -132,10 +132,11 @@ def operations_key(settings: TrainSettings, method: Method, *rest: object) -> tu
 
 def swept(config: Settings, apart: bool = False) -> dict[str, Any]:
     """What a sweep varied in addition to methods and learning rates (`sweep.grid`), with values:
-    what validation chooses, or with `apart` what distinguishes tables."""
+    what validation chooses, or with `apart` what distinguishes tables. None: not given."""
     values = config.to_dict()
-    over = values.get("select", {}).get("over", ())
-    return {key: _value(values, key) for key in over if key.startswith(APART) == apart}
+    keys = values.get("select", {}).get("over", ())
+    found = {key: _value(values, key) for key in keys if f"{key}.".startswith(APART) == apart}
+    return {key: None if value == {} else value for key, value in found.items()}
 
 
 def _deciding(config: Settings, *without: str) -> dict[str, Any]:

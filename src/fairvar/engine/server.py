@@ -28,7 +28,7 @@ from fairvar.common.tree import (
     weighted_sum,
 )
 from fairvar.engine.state import Outcome, State
-from fairvar.errors import BadInput
+from fairvar.errors import BadInput, shown
 from fairvar.methods.base import Memory, Method, Replies
 
 PerRun = Float64[Tensor, "runs 1"] | Float64[Tensor, ""] | float  # a number, or one of each run
@@ -39,10 +39,13 @@ Total = Callable[[Tensor, Tensor | float], Tree]
 
 
 def weighed(method: Method, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
-    """What a method's `weigh` returns, if it is both weights and memory."""
+    """What a method's `weigh` returns, if it is both a weight for every reply and memory."""
     found: object = method.weigh(memory, replies)
     if not (isinstance(found, tuple) and len(found) == 2):
         raise BadInput(f"weigh of {method.label} must return two things: weights, memory")
+    if getattr(found[0], "shape", None) != replies.share.shape:
+        raise BadInput(f"weigh of {method.label} must return a tensor with one weight for each of "
+                       f"the {len(replies.share)} replies, not {shown(found[0])}")  # fmt: skip
     return found
 
 

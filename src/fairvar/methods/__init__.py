@@ -13,7 +13,7 @@ import msgspec
 
 from fairvar.common.tree import Tree, squared_norm, tree_map, weighted_sum
 from fairvar.common.validation import Count, Fraction, NonNegative, Positive, Share
-from fairvar.errors import LONGEST, BadInput, plain
+from fairvar.errors import LONGEST, BadInput, plain, shown
 from fairvar.methods.aaggff import AAggFF
 from fairvar.methods.adafed import AdaFed
 from fairvar.methods.afl import AFL
@@ -51,6 +51,9 @@ _EXAMPLE_FLOATS = 1_000_000  # any number far above the few scalars
 
 def register(kind: M) -> M:
     """Add a method under its tag, for configuration files, the command line and the tests."""
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        raise BadInput(f"{shown(kind)} is no method; write class NAME(fairvar.Method, frozen=True, "
+                       'tag="…")')  # fmt: skip
     tag = kind.__struct_config__.tag
     if not isinstance(tag, str):
         raise BadInput(f'{kind.__name__} has no name; write class {kind.__name__}(..., tag="…")')

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
+from fairvar.common.process import Report
 from fairvar.engine.keys import swept
 from fairvar.metrics import mean_and_variance
 from fairvar.report import figures
@@ -44,6 +45,7 @@ from fairvar.runs.trials import Group, Result, Trial
 from fairvar.scores import ACCURACY, Metric
 
 FORMATS = {"md": "markdown", "tex": "latex", "csv": "csv", "txt": "terminal"}
+LONGEST_NAME = 120  # of a federation, in names of files
 CAPTIONS = {
     "client_accuracies": "Test {score} of {model} from the client with the {worst} to the one with "
     "the {best} {score}, at the chosen configuration; each rank is a mean over seeds. Grey: "
@@ -79,7 +81,7 @@ def group_name(group: Group) -> str:
     parts = [group.source, *([group.data] if group.data else []), *group.kind]
     if group.alpha is not None:
         parts.append(f"alpha-{group.alpha:g}")
-    return re.sub(r"[^\w.+-]+", "-", "-".join(parts))
+    return re.sub(r"[^\w.+-]+", "-", "-".join(parts))[:LONGEST_NAME]
 
 
 def group_names(groups: Sequence[Group]) -> list[str]:
@@ -153,13 +155,16 @@ def _title(group: Group) -> str:
     return ", ".join(parts)
 
 
-def write_files(groups: Sequence[Group], out: Path, title: str) -> tuple[list[Table], list[Path]]:
+def write_files(
+    groups: Sequence[Group], out: Path, title: str, report: Report = lambda *_: None
+) -> tuple[list[Table], list[Path]]:
     """All tables and figures, and index.html; returns the tables and the files."""
     tables = [group_table(group) for group in groups]
     texts: dict[str, str] = {}
     drawn: list[Path] = []
     sections: list[Section] = []
     for group, name, table in zip(groups, group_names(groups), tables, strict=True):
+        report(len(sections), len(groups), f"drawing {name}")
         texts |= {f"table-{name}.{end}": render(table, kind) for end, kind in FORMATS.items()}
         shown = []
         for kind, figure in _figures(group):

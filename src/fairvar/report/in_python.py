@@ -339,7 +339,7 @@ def write_report(
         groups = gather(folder, rule=rule, model=model, only=only)
         check_writable(target)  # bad input must write nothing
         heading = title or f"fairvar: {groups[0].config.name}"
-        tables, files = write_files(groups, target, heading)
+        tables, files = write_files(groups, target, heading, report)
         report(1, 1, "done")
     return Report(tables, files)
 

@@ -40,10 +40,10 @@ from fairvar.common.files import (
     write_bytes,
 )
 from fairvar.data.readers import tar_files
-from fairvar.engine.keys import fingerprint, swept
+from fairvar.engine.keys import fingerprint
 from fairvar.errors import IntegrityError, RunFailed
 from fairvar.runs import formats
-from fairvar.runs.config import Config, assign
+from fairvar.runs.config import Config
 from fairvar.runs.identity import RECORD
 from fairvar.runs.own import facts_of
 from fairvar.runs.select import Curve
@@ -190,12 +190,8 @@ def _run_files(run: StoredRun) -> dict[str, bytes]:
 
 
 def _config_of(group: Group, trial: Trial, seed: int) -> Config:
-    """That of the group, with the method and the varied settings of the trial."""
-    values = group.config.to_dict()
-    for key, value in swept(trial.config or group.config).items():
-        assign(values, key, value)
-    del values["method"]
-    config = Config.from_dict(values)
+    """That of one of the trial's runs, with this seed."""
+    config = trial.config or group.config
     train = replace(config.train, lr=trial.lr, seed=seed)
     return replace(config, method=trial.method, train=train)
 

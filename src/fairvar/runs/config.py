@@ -36,6 +36,7 @@ from fairvar.methods import METHODS, FedAvg
 from fairvar.models import MODELS
 from fairvar.runs import own
 from fairvar.runs.select import Criterion
+from fairvar.scores import METRICS
 
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 PARTITIONS: dict[str, Any] = {str(k.__struct_config__.tag): k for k in get_args(Partition)}
@@ -125,11 +126,12 @@ class Config(Checked, frozen=True, kw_only=True):
 
     def check(self) -> None:
         check_component("name", self.name)  # `fairvar sweep` writes to runs/NAME
-        if not isinstance(self.evaluate.metric, str | None):
-            raise BadInput(
-                f"evaluate.metric = {shown(self.evaluate.metric)}: a configuration has names; give "
-                'one, or "package.module:metric"'
-            )
+        metric = self.evaluate.metric
+        if not isinstance(metric, str | None):
+            raise BadInput(f"evaluate.metric = {shown(metric)}: a configuration has names; give "
+                           'one, or "package.module:metric"')  # fmt: skip
+        if metric is not None:
+            own.is_own("metric", metric, METRICS)
 
     @staticmethod
     def load(
@@ -176,7 +178,9 @@ class Config(Checked, frozen=True, kw_only=True):
     def functions(self) -> list[tuple[own.Kind, str]]:
         """The user's functions that it names."""
         named: list[tuple[own.Kind, Any]] = [("model", self.model), ("data", self.data)]
-        return [(kind, section.name) for kind, section in named if section.is_own]
+        found = [(kind, section.name) for kind, section in named if section.is_own]
+        metric = self.evaluate.metric
+        return found if metric in (None, *METRICS) else [*found, ("metric", metric)]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values with all defaults, without None, which TOML lacks."""
@@ -250,7 +254,8 @@ def _depth(value: Any) -> int:
 def merge_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """`train.lr=0.5` sets values["train"]["lr"]; the right side is TOML, or otherwise a string.
 
-    Another name of a method or partition drops the options of the former one.
+    Another name of a method or partition drops the options of the former one; `method.plugin`,
+    whose files may hold several methods, stays.
     """
     for text in overrides:
         key, sign, right = text.partition("=") if isinstance(text, str) else ("", "", "")
@@ -258,7 +263,8 @@ def merge_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[st
             raise BadInput(f"override {shown(text)} must look like train.lr=0.1")
         if not text.isprintable() and text.encode(errors="replace").decode() != text:
             raise BadInput(f"override {shown(text)} is not UTF-8")
-        assign(values, key.strip(), _value(right.strip()))
+        # Quotes, as TOML has them in sweep.grid."train.batch_size", do not matter here.
+        assign(values, key.strip().replace('"', "").replace("'", ""), _value(right.strip()))
     return values
 
 
@@ -282,7 +288,8 @@ def assign(values: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(section, dict):
             raise BadInput(f"override {key}: {part} is a value, not a section")
     if path and path[-1] in ("method", "partition") and last == "name":
-        section.clear()
+        for option in section.keys() - {"plugin"}:
+            del section[option]
     section[last] = value
 
 
@@ -331,7 +338,7 @@ def refuse_unknown(section: Mapping[str, Any], known: Collection[str], where: st
     for key in section:
         if key not in known:
             dotted = f"{where}.{key}" if where else key
-            text = dotted if plain(dotted) == dotted and len(dotted) < 80 else shown(dotted)
+            text = dotted if plain(dotted) == dotted and 0 < len(dotted) < 80 else shown(dotted)
             raise BadInput(f"unknown key {text}: {_elsewhere(key, where)}{suggestion(key, known)}")
 
 
@@ -340,7 +347,7 @@ def _elsewhere(key: str, where: str) -> str:
     method = "sweep.method.NAME" if where == "sweep" else "method"
     found = [f"{n}.{key}" for n, kind in _structs(method) if key in _fields(kind)]
     inner = [n for n in found if any(n.startswith(o.removesuffix(key)) and n != o for o in found)]
-    places = dict.fromkeys(n for n in found if n not in inner)
+    places = dict.fromkeys(n for n in found if n not in inner and n != f"{where}.{key}")
     if where == "sweep" and key in ("q", "lambda", "gamma"):
         places = {"sweep.strength": None}
     return f"did you mean {' or '.join(places)}? " if places else ""
@@ -370,9 +377,9 @@ def located(error: msgspec.ValidationError, values: Any, prefix: str = "") -> Ba
 
 
 def _kind(where: str) -> Any:
-    """The type of the field of a dotted path."""
-    key = where.rsplit(".", 1)[-1].split("[")[0]
-    fields = [_fields(Config), *(_fields(kind) for _, kind in _structs())]
+    """The type of the field of a dotted path; in several methods or partitions, of any."""
+    section, _, key = where.split("[")[0].rpartition(".")
+    fields = [_fields(kind) for name, kind in [("", Config), *_structs()] if name == section]
     return reduce(or_, [f[key] for f in fields if key in f], None)
 
 

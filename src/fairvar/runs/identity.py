@@ -31,7 +31,7 @@ from fairvar.models import MODELS
 from fairvar.models.weights import read_tensors
 from fairvar.runs import own
 from fairvar.runs.config import Config, DataConfig
-from fairvar.scores import metric_of
+from fairvar.scores import Metric
 
 RECORD = "identity"  # the key of an identity in a manifest
 PLACES = ("FAIRVAR_DATA", "FAIRVAR_CACHE", "XDG_CACHE_HOME")  # decide where data sets are found
@@ -66,7 +66,7 @@ def version_of(method: Method) -> int:
 def code_of(config: Config) -> str | None:
     """Of the method, model, loss, metric and data, as far as they are not part of fairvar."""
     things = [type(config.method), LOSSES[config.model.loss], *metric_code(config)]
-    things += [own.function(kind, name) for kind, name in config.functions]
+    things += [own.function(kind, name) for kind, name in config.functions if kind != "metric"]
     if not config.model.is_own:
         things.append(MODELS[config.model.name])
     with own.searching():
@@ -74,10 +74,9 @@ def code_of(config: Config) -> str | None:
 
 
 def metric_code(config: Config) -> list[Any]:
-    """The function of the metric, if it has one."""
-    metric = config.evaluate.metric
-    function = None if metric is None else metric_of(metric).function
-    return [] if function is None else [function]
+    """The function of the user's metric, if it has one."""
+    named = (own.function(kind, name) for kind, name in config.functions if kind == "metric")
+    return [found.function if isinstance(found, Metric) else found for found in named]
 
 
 def data_sha256(section: DataConfig) -> str | None:

@@ -3,6 +3,7 @@
     method.plugin = "drfl.py"              a file that registers methods (a list: several files)
     model.name = "clinic.nets:small"       a function that returns an nn.Module
     data.name = "clinic.tables:load"       a function that returns a Federation or a Dataset
+    evaluate.metric = "clinic.scores:hit"  a function of outputs and targets, or a Metric
 
 Files and modules lie in the folder of the configuration, or are installed. Packages may also offer
 methods, models and data under short names, as entry points of the groups `fairvar.methods`,
@@ -43,7 +44,8 @@ from fairvar.data.fetch import cache_dir
 from fairvar.errors import PLUGIN, BadInput, FairvarError, shown, unknown
 from fairvar.methods import BUILT_IN, METHODS, FedAvg, Method, Personal
 
-Kind = Literal["method", "model", "data"]
+Kind = Literal["method", "model", "data", "metric"]
+KEYS = {"model": "model.name", "data": "data.name", "metric": "evaluate.metric"}
 GROUPS = {"method": "fairvar.methods", "model": "fairvar.models", "data": "fairvar.data"}
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 NOT_OWN = (*sys.stdlib_module_names, "fairvar", "torch", "numpy")
@@ -171,14 +173,13 @@ def is_own(kind: Kind, name: str, known: Iterable[str]) -> bool:
     """Whether a name is one of the user's, not one of the `known`. Raises if it can be neither."""
     if name in known:
         return False
-    if not NAME.fullmatch(name) and not entry_points(group=GROUPS[kind], name=name):
-        if ":" in name:
-            raise BadInput(f"{kind}.name = {shown(name)} must look like package.module:function")
-        raise unknown(f"{kind}.name", name, known)
-    if name.partition(":")[0].partition(".")[0] in NOT_OWN:
-        raise BadInput(
-            f"{kind}.name = {shown(name)} is no code of yours; name a module of your own"
-        )
+    if ":" in name and not NAME.fullmatch(name):
+        raise BadInput(f"{KEYS[kind]} = {shown(name)} must look like package.module:function")
+    if ":" not in name and not entry_points(group=GROUPS[kind], name=name):
+        raise unknown(KEYS[kind], name, known)
+    if (package := name.partition(":")[0].partition(".")[0]) in NOT_OWN:
+        raise BadInput(f"{KEYS[kind]} = {shown(name)} is no code of yours: {package} belongs to "
+                       "Python, torch, numpy or fairvar; give yours another name")  # fmt: skip
     return True
 
 
@@ -205,11 +206,13 @@ def function(kind: Kind, name: str) -> Callable[..., Any]:
             entry.value for entry in entry_points(group=GROUPS[kind], name=name)
         )  # fmt: skip
         module, _, attribute = value.partition(":")
-        where = f"{kind}.name = {name!r}"
-        with importing(Path(own.folder)), _explained(where):
-            found = getattr(importlib.import_module(module), attribute, None)
+        where = f"{KEYS[kind]} = {name!r}"
+        with importing(Path(own.folder)), _explained(where, f"cannot be loaded from {own.folder}"):
+            imported = importlib.import_module(module)
+        found = getattr(imported, attribute, None)
         if not callable(found):
-            raise BadInput(f"{where}: {module} has no function {attribute}")
+            place = getattr(imported, "__file__", None) or module
+            raise BadInput(f"{where}: {place} has no function {attribute}")
         LOADED[kind, name] = own
         FUNCTIONS[name] = found
     return FUNCTIONS[name]
@@ -217,14 +220,14 @@ def function(kind: Kind, name: str) -> Callable[..., Any]:
 
 def call(kind: Kind, name: str, args: Mapping[str, Any] | None, **offered: Any) -> Any:
     """The function's result. It gets `args`, and what fairvar offers if it asks for it by name."""
-    made, where = function(kind, name), f"{kind}.name = {name!r}"
+    made, where = function(kind, name), f"{KEYS[kind]} = {name!r}"
     try:
         parameters = inspect.signature(made).parameters
     except (TypeError, ValueError):
         parameters = {}  # type: ignore[assignment]
     given = {key: value for key, value in offered.items() if key in parameters} | dict(args or {})
     folder = LOADED[kind, name].folder
-    with importing(Path(folder)), _explained(where):
+    with importing(Path(folder)), _explained(where, "fails"):
         return made(**given)
 
 
@@ -304,7 +307,7 @@ def forget_changed(folder: Path) -> None:
 
 
 @contextmanager
-def _explained(where: str) -> Iterator[None]:
+def _explained(where: str, failed: str = "cannot be loaded") -> Iterator[None]:
     """Errors of the user's code as one line, with the line of the file."""
     try:
         yield
@@ -313,7 +316,7 @@ def _explained(where: str) -> Iterator[None]:
     except FairvarError as error:
         raise BadInput(f"{where}: {error}") from error
     except BaseException as error:  # its code may raise anything, SystemExit too
-        raise BadInput(f"{where} cannot be loaded: {_what(error)}") from error
+        raise BadInput(f"{where} {failed}: {_what(error)}") from error
 
 
 def _what(error: BaseException) -> str:

@@ -73,24 +73,25 @@ class SweepSettings(Checked, frozen=True, kw_only=True):
         for name in (*names, *self.method):
             if not find_method(name.removesuffix("*")):
                 raise unknown("sweep method", name, (*SETS, *METHODS))
+            if name.endswith("*") and not self._has(name, "method.exact"):
+                raise BadInput(f"sweep.methods: {name[:-1]} has no exact variant; leave the * out")
         for name in ("methods", "seeds", "lr", "strength", "step", "cdf", "alpha"):
             values = getattr(self, name)
-            if values == () and name != "alpha":
-                raise BadInput(f"sweep.{name} is empty; give at least one value")
-            if isinstance(values, tuple) and len(set(values)) < len(values):
-                raise BadInput(f"sweep.{name} = {shown(list(values))} has a value twice")
+            if isinstance(values, tuple) and (values or name != "alpha"):
+                _check_list(f"sweep.{name}", values)
         for key, values in self.grid.items():
             self._check_grid(key, values)
+        if self.alpha and {"partition", "partition.name", "partition.alpha"} & self.grid.keys():
+            raise BadInput("sweep.alpha and sweep.grid both have the partition; give one of them")
 
     def _check_grid(self, key: str, values: list[Any]) -> None:
         if key in INSTEAD:
             raise BadInput(f"sweep.grid.{key}: give {INSTEAD[key]} instead")
         if key in PLACES or key.partition(".")[0] in ("select", "name"):
             raise BadInput(f"sweep.grid.{key}: it changes no result, so that all runs are the same")
-        if not values:
-            raise BadInput(f"sweep.grid.{key} is empty; give at least one value")
-        if len({repr(value) for value in values}) < len(values):
-            raise BadInput(f"sweep.grid.{key} = {shown(values)} has a value twice")
+        if key in ("train", "method"):
+            raise BadInput(f"sweep.grid.{key}: give single keys, such as {key}.momentum")
+        _check_list(f"sweep.grid.{key}", values)
         if key.startswith("method.") and not any(self._has(name, key) for name in self.methods):
             raise BadInput(f"unknown key {key} in sweep.grid: no method of this sweep has it")
 
@@ -131,13 +132,19 @@ class SweepSettings(Checked, frozen=True, kw_only=True):
                 lists[key.removeprefix("method.")] = value
         for key, value in self.method.get(name, {}).items():
             if isinstance(value, list):
-                if not value:
-                    raise BadInput(f"sweep.method.{name}.{key} is empty; give at least one value")
+                _check_list(f"sweep.method.{name}.{key}", value)
                 lists[key] = value
             else:
                 lists.pop(key, None)
                 fixed[key] = value
         return fixed, lists
+
+
+def _check_list(where: str, values: Sequence[Any]) -> None:
+    if not values:
+        raise BadInput(f"{where} is empty; give at least one value")
+    if len({repr(value) for value in values}) < len(values):
+        raise BadInput(f"{where} = {shown(list(values))} has a value twice")
 
 
 def method_names(given: Sequence[str]) -> tuple[str, ...]:
@@ -285,11 +292,16 @@ def _combined(base: Options, lists: Mapping[str, list[Any]]) -> Iterator[Options
         found = copy.deepcopy(base)
         if any(key.startswith("partition.") for key in lists):
             found.setdefault("partition", msgspec.to_builtins(Config().partition))
-        for key, value in zip(lists, values, strict=True):
+        # A name first: it drops the other options.
+        for key, value in sorted(zip(lists, values, strict=True), key=_is_option):
             assign(found, key, value)
         if lists:
             assign(found, "select.over", list(lists))
         yield found
+
+
+def _is_option(assigned: tuple[str, Any]) -> bool:
+    return not assigned[0].endswith(".name")
 
 
 def _expand(firsts: Sequence[Config], settings: SweepSettings) -> Iterator[Config]:

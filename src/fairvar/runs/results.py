@@ -56,10 +56,10 @@ def gather(
     evaluated; by default use one that was. `only`: the names of the runs to gather."""
     found_runs = (run for folder in folders for run in stored_runs(folder))
     summaries = (s for folder in folders for s in Condensed.all_in(unpacked(folder)))
-    pieces: list[Piece] = [
+    pieces = _with_all_varied([
         *_each_once(run for run in found_runs if only is None or run.folder.name in only),
         *{json.dumps(s.manifest, sort_keys=True): s for s in summaries}.values(),
-    ]
+    ])  # fmt: skip
     versions = _versions(pieces)
     groups: dict[str, list[Piece]] = {}
     for piece in pieces:
@@ -71,6 +71,19 @@ def gather(
     found = [_group(pieces, rule, versions, model) for pieces in groups.values()]
     order = sorted(found, key=lambda g: (g.dataset, g.config.protocol, g.alpha or 0.0))
     return _with_distinct_names(order)
+
+
+def _with_all_varied(pieces: Sequence[Piece]) -> list[Piece]:
+    """What one sweep varied (`select.over`), validation chooses for every run of its folder, also
+    for those that were computed before the key was added to the grid."""
+    keys = dict.fromkeys(key for piece in pieces for key in swept(piece.config))
+    found = list[Piece]()
+    for piece in pieces:
+        known = piece.config.select.over or ()
+        over = (*known, *(key for key in keys if key not in known))
+        select = with_fields(piece.config.select, over=over or None)
+        found.append(replace(piece, config=with_fields(piece.config, select=select)))
+    return found
 
 
 def _each_once(runs: Iterable[StoredRun]) -> list[StoredRun]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -342,6 +343,7 @@ def _worker(task: WorkerTask, number: int, ready: Any, failing: Any) -> None:
     does not, because a terminal sends it to the parent as well. `ready` is a shared byte, 1 when
     the worker has something to save; `failing` is the writing end of its pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdout = sys.stderr  # for what the user's code prints: results are printed by the parent
     leaving = threading.Event()
     threading.Thread(target=_stop_without_parent, args=(leaving,), daemon=True).start()
     with process.handled(lambda signal_number, frame: leaving.set()):

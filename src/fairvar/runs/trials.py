@@ -208,7 +208,9 @@ def named(key: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {each}" for name, each in value.items())
     section, _, last = key.rpartition(".")
-    text = f"{value:g}" if isinstance(value, float) else str(value)
+    text = (
+        f"{value:g}" if isinstance(value, float) else str("not given" if value is None else value)
+    )
     return f"{section if last == 'name' else last} {text}"
 
 

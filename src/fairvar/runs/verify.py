@@ -121,6 +121,8 @@ def seal_archive(folder: Path) -> tuple[Path, int]:
     checking all that it holds; returns the list, and the number of runs and summaries."""
     if os.path.lexists(folder / LIST):
         raise BadInput(f"{folder / LIST} is there already; it is never overwritten")
+    if not (folder / ARCHIVE).exists():
+        raise BadInput(f"{folder / ARCHIVE} does not exist; give the folder of an archive")
     with tempfile.TemporaryDirectory(prefix="fairvar-") as place:
         contents = extract(folder / ARCHIVE, Path(place))
         checked = check_files(Path(place))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -23,10 +24,11 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from fairvar.errors import BadInput, RunFailed
+from fairvar.errors import BadInput, RunFailed, shown
 
 Key = ec.EllipticCurvePrivateKey
 AUTHORITY = "fairvar authority"
+HOST = re.compile(r"(?a:(\*\.)?[\w-]+(\.[\w-]+)*)")
 # A SuperLink that listens on all interfaces starts the ServerApp with this address of its own.
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -38,11 +40,15 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str], days: int = 365) -
         raise BadInput(f"{folder} is not empty; keys are never overwritten: choose another folder")
     if nodes < 1 or days < 1 or not hosts:
         raise BadInput("keys need at least one node, one day and one host name of the server")
+    for host in hosts:
+        if len(host) > 253 or not (HOST.fullmatch(host) or _is_address(host)):
+            raise BadInput(f"host {shown(host)}: give an ASCII name, such as fl.example.org, or an "
+                           "IP address")  # fmt: skip
     authority, server = _key(), _key()
     private = {"ca.key": _private(authority), "server.key": _private(server)}
     root = _certificate(authority, AUTHORITY, authority, days, None)
     names = list(dict.fromkeys([*hosts, *LOOPBACK]))
-    leaf = _certificate(server, hosts[0], authority, days, names)
+    leaf = _certificate(server, hosts[0][:64], authority, days, names)  # 64 fit into a subject
     public = {
         "ca.crt": root.public_bytes(Encoding.PEM),
         "server.pem": leaf.public_bytes(Encoding.PEM),
@@ -101,11 +107,17 @@ def _named(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def _host(host: str) -> x509.GeneralName:
+def _is_address(host: str) -> bool:
     try:
-        return x509.IPAddress(ipaddress.ip_address(host))
+        return bool(ipaddress.ip_address(host))
     except ValueError:
-        return x509.DNSName(host)
+        return False
+
+
+def _host(host: str) -> x509.GeneralName:
+    if _is_address(host):
+        return x509.IPAddress(ipaddress.ip_address(host))
+    return x509.DNSName(host)
 
 
 def _write(path: Path, content: bytes, mode: int) -> Path:

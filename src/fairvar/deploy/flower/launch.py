@@ -29,6 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from fairvar.common.files import given_path
 from fairvar.common.process import note
 from fairvar.errors import BadInput, FairvarError, RunFailed, one_line
 
@@ -92,7 +93,7 @@ def quiet_environment() -> dict[str, str]:
 
 
 def _home(environment: Mapping[str, str]) -> Path:
-    return Path(environment.get("FLWR_HOME", Path.home() / ".flwr"))
+    return given_path(environment.get("FLWR_HOME", "~/.flwr"))
 
 
 def _superlinks(environment: Mapping[str, str]) -> dict[str, Any]:
