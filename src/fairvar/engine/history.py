@@ -411,9 +411,8 @@ def history_from_tables(tables: Tables, classifies: bool, **facts: Any) -> Histo
     are not in the tables."""
 
     def group(quantity: str) -> dict[Key, Tensor]:
-        places = [
-            (split, model) for split in SPLITS for model in MODELS
-        ]  # whatever the file's order
+        # In this order, also if a file has another one.
+        places = [(split, model) for split in SPLITS for model in MODELS]
         named = {place: "/".join((quantity, *place)) for place in places}
         return {place: tables[name] for place, name in named.items() if name in tables}
 
