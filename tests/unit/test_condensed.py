@@ -15,6 +15,7 @@ import tracemalloc
 import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -142,6 +143,26 @@ def test_summaries_and_runs_of_one_configuration_are_not_mixed(
     sweep = tmp_path
     with pytest.raises(BadInput, match="as a summary and again"):
         gather(sweep, small)
+
+
+def test_a_summary_is_completed_by_runs_of_other_seeds(sweep: Path, tmp_path: Path) -> None:
+    for run in stored_runs(sweep):
+        (tmp_path / str(run.config.train.seed)).mkdir(exist_ok=True)
+        shutil.copytree(run.folder, tmp_path / str(run.config.train.seed) / run.folder.name)
+    condense(gather(tmp_path / "0"), tmp_path / "archive")
+    joined = [t for g in gather(tmp_path / "archive", tmp_path / "1") for t in g.trials]
+    whole = [t for g in gather(sweep) for t in g.trials]
+    assert any(not t.source for t in joined)
+    for one, other in zip(joined, whole, strict=True):
+        assert (one.label, one.describe(), one.diverged) == (
+            other.label, other.describe(), other.diverged)  # fmt: skip
+        assert sorted(one.seeds) == other.seeds == [0, 1]
+        for model, curve in other.summary.valid.items():
+            mine = one.summary.valid[model]
+            np.testing.assert_allclose(mine.mean, curve.mean, rtol=1e-12)
+            np.testing.assert_allclose(mine.variance, curve.variance, rtol=1e-12)
+            np.testing.assert_allclose(one.summary.last[model], other.summary.last[model])
+    condense(gather(tmp_path / "archive", tmp_path / "1"), tmp_path / "both")
 
 
 def test_an_archive_does_not_hide_the_runs_beside_it(

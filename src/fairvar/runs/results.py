@@ -205,17 +205,19 @@ def _trial(members: Sequence[Piece], versions: Mapping[tuple[str, Variant], str]
     runs = [m for m in members if isinstance(m, StoredRun)]
     seeds = {run.config.train.seed for run in runs}
     # A summary is not needed if all its runs are there.
-    summaries = [m for m in members if isinstance(m, Condensed)
-                 and not seeds.issuperset(b["seed"] for b in m.manifest["births"])]  # fmt: skip
-    if len(summaries) > 1 or (runs and summaries):
+    kept = [m.summary() for m in members if isinstance(m, Condensed)
+            and not seeds.issuperset(b["seed"] for b in m.manifest["births"])]  # fmt: skip
+    counted = [*seeds, *(each["seed"] for s in kept for each in s.provenances)]
+    if len(set(counted)) < len(counted):
         raise BadInput(
-            f"{summaries[0].config.method.label}, lr {summaries[0].config.train.lr:g} is there as "
+            f"{members[0].config.method.label}, lr {members[0].config.train.lr:g} is there as "
             "a summary and again: its seeds cannot be separated; condense the runs themselves"
         )
     config, identity = members[0].config, members[0].identity
     version = versions.get((config.method.label, identity.variant), "")
-    if summaries:
-        summary = summaries[0].summary()
+    if kept:
+        others = [Summary.of([run.history(with_state=False)]) for run in runs]
+        summary = Summary.joined([*kept, *others])
         return Trial(config.method, config.train.lr, (), summary, identity, version, config=config)
     runs.sort(key=lambda run: run.config.train.seed)
     # Not kept, since a grid has thousands of histories; those of chosen runs are read again.

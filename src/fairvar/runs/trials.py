@@ -61,6 +61,28 @@ class Summary:
             first.metric,
         )
 
+    @staticmethod
+    def joined(parts: Sequence[Summary]) -> Summary:
+        """One summary from those of different seeds, in which every seed has the same weight."""
+        first, counts = parts[0], [len(part.provenances) for part in parts]
+        provenances = [each for part in parts for each in part.provenances]
+        if any(part.diverged for part in parts):
+            return Summary((), True, {}, {}, provenances, first.metric)
+        if any(list(part.rounds) != list(first.rounds) for part in parts):
+            raise BadInput("seeds of one configuration were evaluated after different rounds")
+
+        def mean(numbers: Iterable[Any]) -> Any:
+            return np.average(list(numbers), axis=0, weights=counts)
+
+        valid = {
+            m: Curve(mean(p.valid[m].mean for p in parts), mean(p.valid[m].variance for p in parts))
+            for m in first.valid
+            if all(m in p.valid for p in parts)
+        }
+        tested = [m for m in first.last if all(m in p.last for p in parts)]
+        last = {m: tuple(mean(p.last[m] for p in parts).tolist()) for m in tested}
+        return Summary(first.rounds, False, valid, last, provenances, first.metric)
+
 
 @dataclass(frozen=True, eq=False)
 class Trial:
