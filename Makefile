@@ -32,8 +32,10 @@ METHODS ?= paper
 demo: $(READY)
 	$(BIN)/fairvar demo --methods $(METHODS)
 
+# Once more an eighth of them, with the types and shapes of all functions checked (tests/conftest.py).
 test: $(READY)
 	$(BIN)/pytest -n auto -m "not deployment"
+	SHAPES=1 $(BIN)/pytest -n auto -m "not deployment"
 
 # Ray takes a quarter of a gigabyte, and so do TensorBoard and flwr-datasets together, so only this
 # target installs them; and what builds the wheel. Tests skip what is not installed: hence the import.
