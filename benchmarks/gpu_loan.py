@@ -166,6 +166,8 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--queue", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.first and not (Path(given.first) / "src/fairvar").is_dir():
+        parser.error(f"--first: {given.first} is no checkout, it has no src/fairvar")
     if unknown := set(asked(given)) - set(COMMANDS):
         parser.error(f"--only: {', '.join(sorted(unknown))} is no command")
     if given.queue:
