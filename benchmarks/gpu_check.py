@@ -13,6 +13,7 @@ local work, full and partial participation, rounds recorded as CUDA graphs.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import itertools
 import json
 import statistics
@@ -238,7 +239,10 @@ if __name__ == "__main__":
     parser.add_argument("--curvature", action="store_true")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--backend", default="", help="with --compiled; eager compiles nothing")
+    parser.add_argument("--lock", default="", help="with --curvature: as of heavy_rounds.py")
     given = parser.parse_args()
+    if given.lock and given.curvature:  # until the end of the process
+        fcntl.flock(held := open(given.lock, "w"), fcntl.LOCK_EX)  # noqa: SIM115
     if given.compiled:
         sys.exit(check_compiled(given.device, given.backend))
     kinds = [(given.paths, paths), (given.grid, check_grid), (given.curvature, curvature)]

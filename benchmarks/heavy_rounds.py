@@ -266,6 +266,8 @@ def main() -> int:
     parser.add_argument("--form", default="", help=argparse.SUPPRESS)
     parser.add_argument("--method", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.first and not (Path(given.first) / "src/fairvar").is_dir():
+        parser.error(f"--first: {given.first} is no checkout, it has no src/fairvar")
     if given.worker:
         worker(given)
         return 0

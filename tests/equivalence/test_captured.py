@@ -55,6 +55,17 @@ def test_one_recording_serves_runs_with_other_numbers_and_seeds() -> None:
     assert len(RECORDINGS.kept) == 1
 
 
+def test_a_recording_serves_runs_that_found_more_memory_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = images(10)
+    RECORDINGS.kept.clear()
+    for memory in (1 << 30, 1 << 31):  # for all clients at once
+        monkeypatch.setattr("fairvar.engine.run._memory_budget", lambda _, m=memory: m)
+        fv.train(MODELS["multinomial"], data, fv.FairLoss(0.1), 2, capture=True)
+    assert len(RECORDINGS.kept) == 1
+
+
 def test_results_of_a_run_do_not_change_when_the_next_one_uses_its_recording() -> None:
     data = images(10)
     more: dict = {"batch_size": 4, "capture": True}

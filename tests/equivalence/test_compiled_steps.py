@@ -190,6 +190,21 @@ def test_recordings_of_compiled_rounds_are_others(monkeypatch: pytest.MonkeyPatc
     assert len(RECORDINGS.kept) == 2
 
 
+def test_recorded_rounds_give_their_numbers_to_the_compiled_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a recorded round they are tensors: a compiled step that contained them could serve no
+    other recording, and to print them, as part of a key, waits for the GPU."""
+    monkeypatch.setattr(Tensor, "__repr__", lambda _: pytest.fail("a tensor was printed"))
+    data, net = federation(), depthwise_network(False)
+    for method in (fv.FairLoss(0.01), fv.FairLoss(0.02)):
+        monkeypatch.setattr(RECORDINGS, "kept", OrderedDict())  # each has a recording of its own
+        expected = fv.train(net, data, method, engine="reference", **OPTIONS)
+        found = fv.train(net, data, method, compile=True, capture=True, **OPTIONS)
+        assert max(distance(found, expected).values()) <= 1e-10
+    assert len(compiled._COMPILED) == 2
+
+
 def test_groups_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last group is filled up, and only active clients fill groups."""
     monkeypatch.setattr(compiled, "MOST_TOGETHER", 2)

@@ -179,8 +179,10 @@ class Recordings:
 
     def find(self, kernel: Recordable, path: str, state: State, diverged_at: Tensor) -> Captured:
         """The recording for this kernel. Operations also depend on `path`, on what is compiled,
-        which may depend on the number of rounds, and on the chunk."""
-        key = kernel.run.kind, path, kernel.run.compiles, kernel.run.chunk
+        which may depend on the number of rounds, and on the chunk, if one has fewer clients than a
+        round. (The chunk follows the memory that is free, which changes from run to run.)"""
+        run = kernel.run
+        key = run.kind, path, run.compiles, min(run.chunk, run.participation.number)
         found = self.kept.pop(key, None)
         if found is None:
             found = Captured(kernel, state, diverged_at)

@@ -208,11 +208,13 @@ class Method(Checked, frozen=True, tag_field="name"):
     # -- runs that differ in numbers only ------------------------------------------------------
     @property
     def numbers(self) -> dict[str, float]:
-        """The fields that are floats, such as strengths and step lengths.
+        """The fields that are floats, such as strengths and step lengths; of a captured round they
+        are tensors.
 
         Runs of a grid differ in these, so the functions below must not branch on them."""
-        found = {name: getattr(self, name) for name in self.__struct_fields__}
-        return {name: value for name, value in found.items() if isinstance(value, float)}
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        names = [name for name, value in fields.items() if isinstance(value, float | Tensor)]
+        return {name: fields[name] for name in names}
 
     @property
     def form(self) -> tuple[object, ...]:
