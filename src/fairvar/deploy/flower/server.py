@@ -223,8 +223,10 @@ def _by_site(history: History, split: str, names: Mapping[int, str]) -> list[lis
     sizes = [history.samples[part].tolist() for part in ("train", split)]
     rows = [["site", "train", split, f"{split} loss", *(["accuracy %"] if right else [])]]
     for i, value in enumerate(loss):
-        counts = [str(size[i]) for size in sizes]
-        rows.append([names.get(i, f"client {i}"), *counts, f"{value:.3f}", *right[i : i + 1]])
+        counts = [size[i] for size in sizes]
+        scores = [f"{value:.3f}", *right[i : i + 1]]
+        shown = scores if counts[1] else ["–"] * len(scores)
+        rows.append([names.get(i, f"client {i}"), *map(str, counts), *shown])
     return rows
 
 
