@@ -53,7 +53,7 @@ T = TypeVar("T")
 LOG = logging.getLogger("flwr.fairvar")
 PAUSE = 0.1  # seconds between two polls for replies; a poll takes about 10 ms
 POLL_NODES = 2.0  # seconds between two polls for new nodes during an exchange
-REPORT_WAITING = 10.0  # seconds before the log says which clients are missing
+REPORT_WAITING = 20.0  # seconds before the log says which clients are missing
 RETRY = 15.0  # seconds before a refused node is asked again
 HELLO_LIFE = 3600.0  # seconds; a busy node may reply late
 Reply = Envelope | Exception  # a reply, or Flower's error when it read one
@@ -94,7 +94,7 @@ class GridTransport:
             if time.monotonic() >= report:
                 report = end
                 missing = [c for c in range(self.clients) if c not in self.nodes]
-                LOG.warning("waiting for %s, up to %.0f s", listed(missing, self.names), seconds)
+                LOG.info("waiting for %s, up to %.0f s", listed(missing, self.names), seconds)
             time.sleep(PAUSE)
 
     def _check_simulated(self) -> None:
