@@ -19,6 +19,7 @@ import torch
 pytest.importorskip("flwr")
 
 from flwr.app import Array, Context, Error, Message, RecordDict
+from httpx import ConnectTimeout
 
 import fairvar as fv
 from checks import FURTHER, FURTHER_OPTIONS, METHODS, OPTIONS
@@ -597,6 +598,18 @@ def test_a_server_that_dies_before_it_stores_the_run(
 
 def _no_disk(*_: object) -> None:
     raise OSError("no space")
+
+
+def test_a_superlink_that_does_not_answer(tmp_path: Path) -> None:
+    class Lost(InProcessGrid):
+        def push_messages(self, messages: Iterable[Message]) -> list[str]:
+            raise ConnectTimeout("_ssl.c:989: The handshake operation timed out")
+
+    config = run_config(fv.FedAvg(), tmp_path)
+    with pytest.raises(fv.RunFailed, match=r"the SuperLink does not answer \(ConnectTimeout: _ssl"):
+        run_on(Lost(config, {7: 0}), read_setup(config))
+    (failed,) = tmp_path.rglob("failed.txt")
+    assert "start the run again, and it continues from its last round" in failed.read_text()
 
 
 def test_two_servers_never_write_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
