@@ -78,16 +78,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 DRAWING = re.compile(r'<p>(<img [^>]*src="([^"]+\.svg)"[^>]*>)</p>')
 PICTURE = re.compile(r'<p>(<img [^>]*src="[^"]+\.png"[^>]*>)</p>')
 ARGUMENT = re.compile(r"(<p>|\n)((?:[a-z]\w*, )*[a-z]\w*): ")
+NEW, BREAK = "\n", "<br>\n"
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """On a phone drawings are links to themselves, to be enlarged, and pictures scroll. Docstrings
-    begin a line with the argument that it is about: shown as code."""
+    """On a phone drawings are links to themselves, to be enlarged, and pictures scroll. Arguments
+    in docstrings begin a line and are shown as code; other lines of the source are joined."""
     html = DRAWING.sub(r'<p><a href="\2" title="the whole picture">\1</a></p>', html)
     html = PICTURE.sub(r'<div class="drawing" tabindex="0">\1</div>', html)
     if page.file.src_uri != "reference/api.md":
         return html
-    return ARGUMENT.sub(r"\1<code>\2</code>: ", html)
+    return ARGUMENT.sub(lambda at: f"{at[1].replace(NEW, BREAK)}<code>{at[2]}</code>: ", html)
 
 
 def outside(here: str, markdown: str) -> set[str]:

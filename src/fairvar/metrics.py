@@ -61,6 +61,7 @@ class Fairness:
     """What `fairness` computes; a field is also an item, `f["mean"]`, and `dict(**f)` works.
 
     Conventions where a formula ends in 0/0:
+
     - one client: the sample variance (ddof 1) is undefined, so variance_over_clients,
       corrected_variance, sd_over_clients and coefficient_of_variation are nan (ddof 0: 0);
     - all accuracies 0: all are equal, so gini, kl_to_uniform and coefficient_of_variation are 0,
@@ -73,6 +74,7 @@ class Fairness:
     - scores other than accuracies have no known noise: those three are nan;
     - scores without bounds, or with negative ones: coefficient_of_variation and the indices from
       gini on are nan.
+
     corrected_variance may be negative: that is what makes it unbiased.
     """
 

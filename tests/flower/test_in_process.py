@@ -19,6 +19,7 @@ import torch
 pytest.importorskip("flwr")
 
 from flwr.app import Array, Context, Error, Message, RecordDict
+from httpx import ConnectTimeout
 
 import fairvar as fv
 from checks import FURTHER, FURTHER_OPTIONS, METHODS, OPTIONS
@@ -356,6 +357,56 @@ def test_a_node_that_fails_is_told_by_name_and_reason(
     assert "(2 times)" in text
 
 
+def unnamed(context: Context) -> fv.ClientData:
+    if site_of(context) == "rome":
+        raise ZeroDivisionError("nobody is ill")
+    return fv.ClientData.from_csv(place_of(context), target="ill")
+
+
+def test_files_of_one_name_at_all_sites(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A site is called as its node or the run says, not as its file, from which `from_csv` takes a
+    name. The node's log has the traceback of an exception that is not about its input."""
+    for site in ("berlin", "lyon"):
+        (two_sites(tmp_path / site) / f"{site}.csv").rename(tmp_path / site / "ward.csv")
+    there = {
+        0: {"site": "berlin", "data": str(tmp_path / "berlin" / "ward.csv")},
+        1: {"client": 1, "data": str(tmp_path / "lyon" / "ward.csv")},
+        2: {"site": "berlin", "data": "elsewhere.csv"},
+        3: {"site": "rome"},
+        4: {"site": "bonn", "data": "elsewhere.csv"},
+    }
+    more = SITES | {"sites": "berlin lyon rome bonn", "rounds": 1}
+    config = run_config(fv.FedAvg(), tmp_path / "runs", "evaluate.every=1", **more)
+    grid_ = InProcessGrid(config, {7 + i: i for i in there}, node_config=there)
+    with caplog.at_level("INFO", "flwr.fairvar"):
+        stored = run_own(config, grid_, unnamed)
+    names = b'"sites":{"0":"berlin","1":"lyon","2":"rome","3":"bonn"}'
+    assert names in (stored.folder / "federation.json").read_bytes()
+    for text in (
+        "lyon (client 1) is there: node 8",
+        "node 9 says it is berlin (client 0), which node 7 is; it is left out",
+        "rome (client 2) is lost: ZeroDivisionError: nobody is ill",
+        "bonn (client 3) is lost: BadInput: elsewhere.csv cannot be read",
+    ):
+        assert text in caplog.text
+    failed = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert {(r.message.split(":")[0], bool(r.exc_info)) for r in failed} == {
+        ("ZeroDivisionError", True), ("BadInput", False)}  # fmt: skip
+
+
+def test_the_log_says_who_is_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "REPORT_WAITING", 0.0)
+    channel = transport.GridTransport(InProcessGrid(run_config(fv.FedAvg(), tmp_path), {7: 1}), 20)
+    channel.names[0] = "berlin"
+    with caplog.at_level("INFO", "flwr.fairvar"):
+        assert channel.present(20, 0.25) == [1]
+    (record,) = (r for r in caplog.records if "waiting" in r.message)
+    assert record.message.startswith("waiting for berlin (client 0), client 2, client 3, ")
+    assert record.message.endswith("client 10, and 9 more, up to 0 s")
+
+
 @pytest.mark.parametrize(
     ("change", "node", "message"),
     [
@@ -406,6 +457,18 @@ def test_a_model_with_its_loss(tmp_path: Path) -> None:
     for name, leaf in alone.state.params.items():
         assert torch.equal(history.state.params[name], leaf)
     assert folder_of(read_setup(config, absolute, table_of)) != folder_of(setup)
+
+
+def test_a_model_in_the_configuration_as_well_is_refused(tmp_path: Path) -> None:
+    def model() -> tuple[torch.nn.Module, str]:
+        return Net(), "cross_entropy"
+
+    config = run_config(fv.FedAvg(), tmp_path)
+    with pytest.raises(fv.BadInput, match=r"model\.\* is set, but the model is what the app's"):
+        read_setup(config | {"model": "2nn"}, model)
+    with pytest.raises(fv.BadInput, match=r"model\.loss = 'mse': the app's function `model` gives"):
+        read_setup(config | {"options": "model.loss=mse"}, model).agreed  # noqa: B018
+    assert read_setup(config | {"options": "model.loss=mse"}, Net).agreed.loss == "mse"
 
 
 def test_a_model_of_another_method_is_a_start(tmp_path: Path) -> None:
@@ -535,6 +598,18 @@ def test_a_server_that_dies_before_it_stores_the_run(
 
 def _no_disk(*_: object) -> None:
     raise OSError("no space")
+
+
+def test_a_superlink_that_does_not_answer(tmp_path: Path) -> None:
+    class Lost(InProcessGrid):
+        def push_messages(self, messages: Iterable[Message]) -> list[str]:
+            raise ConnectTimeout("_ssl.c:989: The handshake operation timed out")
+
+    config = run_config(fv.FedAvg(), tmp_path)
+    with pytest.raises(fv.RunFailed, match=r"the SuperLink does not answer \(ConnectTimeout: _ssl"):
+        run_on(Lost(config, {7: 0}), read_setup(config))
+    (failed,) = tmp_path.rglob("failed.txt")
+    assert "start the run again, and it continues from its last round" in failed.read_text()
 
 
 def test_two_servers_never_write_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -860,6 +935,7 @@ def test_privacy_is_refused_where_it_would_not_cover(method: fv.Method, tmp_path
         ({"sites": "berlin berlin"}, "every site needs a name of its own"),
         ({"rounds": 0}, "train.rounds"),
         ({"options": "'"}, "cannot be read"),
+        ({"secure-aggregation": "false"}, "secure-aggregation = 'false' must be true or false"),
         (
             {"method": "afl", "method-options": "", "options": "federation.average=median"},
             "AFL gives every client a weight of its own",

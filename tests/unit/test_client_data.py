@@ -56,6 +56,10 @@ def test_a_scale(tmp_path: Path) -> None:
         short.scaled(mean=[1.0, 7.0], sd=2.0)
     with pytest.raises(fv.BadInput, match="sd has shape"):
         data.scaled(mean=1.0, sd=[1.0, 2.0, 3.0])
+    with pytest.raises(fv.BadInput, match=r"sd = \[1.0, 0.0\] must be positive"):
+        data.scaled(mean=1.0, sd=[1.0, 0.0])
+    with pytest.raises(fv.BadInput, match="mean = nan must be finite"):
+        data.scaled(mean=np.nan, sd=1.0)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +78,12 @@ def test_a_scale(tmp_path: Path) -> None:
         ("a,ill\n1,0\n", {"columns": ["c"]}, "has no column 'c'"),
         ("a,ill\n", {}, "has no samples"),
         ("", {}, "has no column"),
+        ("a, ill\n1, 0\n", {}, "has no column 'ill'; it has a, ' ill'"),
+        ("a,a,ill\n1,2,0\n", {}, "has several columns 'a'; each needs its own name"),
+        ("a,ill,ill\n1,2,0\n", {}, "has several columns 'ill'"),
+        ("a,ill\n1,0\n", {"columns": ["a", "ill"]}, "'ill' is the target, and cannot be an input"),
+        ("a,ill\n1,0\nnan,1\n", {}, "line 3: a is 'nan', not a number"),
+        ("a,ill\n1,0\n", {"split": (0.5, 0.5, 0.5)}, "test must be at least 0 and sum to 1"),
     ],
 )
 def test_tables_that_cannot_be_used(text: str, more: dict, message: str, tmp_path: Path) -> None:
@@ -110,5 +120,7 @@ def test_what_is_no_data(tmp_path: Path) -> None:
         fv.ClientData.from_csv(tmp_path / "none.csv", "ill")
     with pytest.raises(fv.BadInput, match="a row of x and an element of y"):
         fv.ClientData.from_arrays(np.zeros((3, 2)), np.zeros(2))
-    with pytest.raises(fv.BadInput, match="NaN or infinity"):
+    with pytest.raises(fv.BadInput, match=r"^train: x holds NaN or infinity"):  # of no client 0
         fv.ClientData((np.full((3, 2), np.nan), np.zeros(3))).federation()
+    with pytest.raises(fv.BadInput, match="targets are floats, but the run has 2 classes"):
+        fv.ClientData((np.zeros((3, 2)), np.array([0.5, 1.0, 0.0]))).federation(2)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite, nan
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import numpy as np
 
 from fairvar.common import rng
 from fairvar.data.federation import SPLITS, Federation
-from fairvar.data.own_data import DEFAULT_SPLIT, held_out_counts
+from fairvar.data.own_data import DEFAULT_SPLIT, checked_shares, held_out_counts
 from fairvar.errors import BadInput, shown
 
 Pair = tuple[Any, Any]  # x with one row per sample, and y
@@ -57,7 +58,8 @@ class ClientData:
             if given.ndim == 0 or y.ndim == 0 or len(given) != len(y) or not len(y):
                 raise BadInput(f"x has shape {given.shape} and y {y.shape}; give a row of x and an "
                                "element of y for every sample")  # fmt: skip
-        valid, test = held_out_counts(len(y), split[1], split[2])
+        _, *held_out = checked_shares(split)
+        valid, test = held_out_counts(len(y), *held_out)
         rows = rng.stream(seed, "split", 0).permutation(len(y))
         parts = np.split(rows, [len(y) - valid - test, len(y) - test])
         found = {
@@ -107,8 +109,11 @@ class ClientData:
             raise BadInput("scaled: x has several inputs; scale them before you give them")
         x = np.asarray(self.train[0], dtype=np.float64)
         mean = x.mean(0) if mean is None else _fitting("mean", mean, x.shape[1:])
-        sd = x.std(0) if sd is None else _fitting("sd", sd, x.shape[1:])
-        sd = np.where(sd > 0, sd, 1.0)  # a constant column
+        if sd is None:
+            sd = x.std(0)
+            sd = np.where(sd > 0, sd, 1.0)  # a constant column
+        elif not (_fitting("sd", sd, x.shape[1:]) > 0).all():
+            raise BadInput(f"scaled: sd = {shown(sd)} must be positive")
         scaled: dict[str, Any] = {
             part: (((np.asarray(x) - mean) / sd).astype(np.float32), y)
             for part, (x, y) in self._parts().items()
@@ -120,7 +125,14 @@ class ClientData:
         given: dict[str, Any] = {part: [pair] for part, pair in self._parts().items()}
         if classes is None:
             given = {part: [(x, _floats(y))] for part, [(x, y)] in given.items()}
-        return Federation.from_arrays(**given, classes=classes, name=self.name or "arrays")
+        try:
+            made = Federation.from_arrays(**given, classes=classes, name=self.name or "arrays")
+        except BadInput as error:  # it is not client 0 of the run
+            raise BadInput(str(error).replace(", client 0", "", 1)) from None
+        if classes is not None and made.classes is None:
+            raise BadInput(f"the targets are floats, but the run has {classes} classes; give "
+                           f"labels from 0 to {classes - 1}, or set classes = 0")  # fmt: skip
+        return made
 
     def _parts(self) -> dict[str, Pair]:
         """Those that it has."""
@@ -143,9 +155,13 @@ def read_table(
         why = getattr(error, "strerror", None) or error
         raise BadInput(f"{path} cannot be read as a CSV file: {why}") from None
     inputs = [head for head in heads if head != target] if columns is None else list(columns)
+    if target in inputs:
+        raise BadInput(f"columns: {shown(target)} is the target, and cannot be an input as well")
     for head in (target, *inputs):
+        if heads.count(head) > 1:
+            raise BadInput(f"{path} has several columns {shown(head)}; each needs its own name")
         if head not in heads:
-            known = ", ".join(heads) or "none"
+            known = ", ".join(h if h == h.strip() else shown(h) for h in heads) or "none"
             raise BadInput(f"{path} has no column {shown(head)}; it has {known}; columns are "
                            "separated by commas")  # fmt: skip
     if not rows or not inputs:
@@ -170,7 +186,12 @@ def read_table(
 
 def _fitting(name: str, given: Any, shape: tuple[int, ...]) -> np.ndarray:
     """One number, or one per column. (numpy would make two columns of one by two numbers.)"""
-    found = np.asarray(given, dtype=np.float64)
+    try:
+        found = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError):
+        found = np.array(np.nan)
+    if not np.isfinite(found).all():
+        raise BadInput(f"scaled: {name} = {shown(given)} must be finite numbers")
     try:
         return np.broadcast_to(found, shape)
     except ValueError:
@@ -193,7 +214,10 @@ def _floats(y: Any) -> Any:
 
 def _number(text: str | None, path: Path, line: int, head: str) -> float:
     try:
-        return float(text or "")
+        value = float(text or "")
     except ValueError:
+        value = nan
+    if not isfinite(value):
         raise BadInput(f"{path}, line {line}: {head} is {shown(text or '')}, not a number; fill "
-                       "the gap or leave the line out") from None  # fmt: skip
+                       "the gap or leave the line out")  # fmt: skip
+    return value

@@ -117,6 +117,11 @@ def labelled(client: int, names: Mapping[int, str]) -> str:
     return f"{names[client]} (client {client})" if client in names else f"client {client}"
 
 
+def listed(clients: Sequence[int], names: Mapping[int, str]) -> str:
+    """The first of these clients, and how many more there are."""
+    return _shortened([labelled(client, names) for client in clients], ", ")
+
+
 class Arrival(NamedTuple):
     """What the transport returned for one client."""
 
@@ -207,12 +212,16 @@ def reasons_by_client(refused: Sequence[Refusal], names: Mapping[int, str]) -> s
     times = Counter(refusal.client for refusal in refused)
     last = {refusal.client: refusal for refusal in refused}
     parts = []
-    for client in sorted(last)[:MAX_LISTED]:
+    for client in sorted(last):
         why = last[client].detail or last[client].reason
         often = f" ({times[client]} times)" if times[client] > 1 else ""
         parts.append(f"{labelled(client, names)}: {why}{often}")
-    more = len(last) - MAX_LISTED
-    return "; ".join([*parts, *([f"and {more} more"] if more > 0 else [])])
+    return _shortened(parts, "; ")
+
+
+def _shortened(parts: Sequence[str], separator: str) -> str:
+    more = len(parts) - MAX_LISTED
+    return separator.join([*parts[:MAX_LISTED], *([f"and {more} more"] if more > 0 else [])])
 
 
 def counted(refused: Iterable[Refusal]) -> Counter[str]:

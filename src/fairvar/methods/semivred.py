@@ -1,4 +1,4 @@
-"""Semi-VRed: the variance of the losses above the mean (ICLR 2023 submission)."""
+"""Semi-VRed: the variance of the losses above the mean (Malekmohammadi and Yu 2024)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SemiVRed(Method, frozen=True, tag="semivred"):
     """
 
     title: ClassVar[str] = "Semi-VRed"
-    reference: ClassVar[str] = "Semi-Variance Reduction 2023"
+    reference: ClassVar[str] = "Malekmohammadi, Yu 2024"
     when: ClassVar[str] = "FairLoss holds good clients back too much"
     sends: ClassVar[tuple[str, ...]] = ("model update", "loss")
     each_separately: ClassVar[bool] = True

@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.client.mod import secaggplus_mod
 from flwr.client.mod.secure_aggregation.secaggplus_mod import SecAggPlusState
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import fixedclipping_mod
 from flwr.clientapp.typing import ClientAppCallable, Mod
 from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
+from flwr.common.constant import ErrorCode
 from flwr.common.secure_aggregation.crypto.symmetric_encryption import decrypt
 from flwr.common.secure_aggregation.secaggplus_constants import (
     RECORD_KEY_CONFIGS,
@@ -53,6 +54,7 @@ from fairvar.deploy.flower.setup import (
 )
 from fairvar.deploy.flower.transport import (
     FACTS,
+    LOG,
     SITE,
     UNREADABLE,
     error_of,
@@ -74,9 +76,11 @@ def client_app_of(data: Data, model: Model | None, mods: Sequence[Mod]) -> Clien
     """A ClientApp with the data that `data` reads at every node."""
 
     def name_of(context: Context) -> str:
+        if site := site_of(context):
+            return site
         with suppress(Exception):  # the first reply will report why the data cannot be read
-            return data(context).name or site_of(context)
-        return site_of(context)
+            return data(context).name
+        return ""
 
     return app_of(lambda context: node_client(context, data, model), mods, name_of)
 
@@ -97,10 +101,10 @@ def app_of(
         me = Plain(Stamp("probe", -1), client_id(context))
         return Message(to_records(me, {SITE: name_of(context)}), reply_to=message)
 
-    app.query("hello")(hello)
-    app.query("probe", mods=[secured])(answer)
-    app.train(mods=[secured, *mods, clipped])(answer)
-    app.evaluate()(answer)
+    app.query("hello", mods=[reported])(hello)
+    app.query("probe", mods=[reported, secured])(answer)
+    app.train(mods=[reported, secured, *mods, clipped])(answer)
+    app.evaluate(mods=[reported])(answer)
     return app
 
 
@@ -128,11 +132,12 @@ def client_id(context: Context) -> int:
 
 
 def site_of(context: Context) -> str:
-    """The name of this node: `site` of its configuration or, in a simulation, the entry of the
-    run's `sites` with its number. Empty if sites have no names."""
-    sites, number = sites_of(context.run_config), context.node_config.get("partition-id")
-    simulated = sites[number] if type(number) is int and number < len(sites) else ""
-    return str(context.node_config.get("site", simulated))
+    """The name of this node: `site` of its configuration, otherwise the entry of the run's `sites`
+    with its number. Empty if sites have no names."""
+    sites, config = sites_of(context.run_config), context.node_config
+    number = config.get("client", config.get("partition-id"))
+    listed = sites[number] if type(number) is int and 0 <= number < len(sites) else ""
+    return str(config.get("site", listed))
 
 
 def place_of(context: Context) -> Path:
@@ -191,6 +196,18 @@ def _described(inputs: Inputs) -> str:
 
 
 # -- mods ------------------------------------------------------------------------------------------
+def reported(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+    """Answer with an error message where the app raises an exception. Flower would do the same, and
+    print the exception as a hundred lines, in every round of a simulation. The traceback is logged
+    only if the message alone does not say what to change."""
+    try:
+        return call_next(message, context)
+    except Exception as error:
+        LOG.error("%s: %s", type(error).__name__, error, exc_info=not isinstance(error, BadInput))
+        reason = f"{type(error)}:<'{error}'>"  # in Flower's form
+        return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
 def clipped(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Flower's clipping mod, if the server asks for it."""
     if KEY_CLIPPING_NORM not in message.content.config_records.get(FACTS, {}):

@@ -30,6 +30,7 @@ from flwr.supercore.differential_privacy import (
     add_gaussian_noise_inplace,
     compute_stdv,
 )
+from httpx import TransportError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -80,13 +81,22 @@ def run_on(grid: Grid, setup: Setup) -> Path:
             return folder
         (folder / FAILED).unlink(missing_ok=True)
         try:
-            history, notes = _rounds(grid, setup, folder)
+            history, notes = _reached(lambda: _rounds(grid, setup, folder))
             _store(setup, folder, history, notes)
         except Exception as error:
             formats.write_text(folder / FAILED, f"{error or type(error).__name__}\n")
             raise
     print_summary(folder)
     return folder
+
+
+def _reached(rounds: Callable[[], Federated]) -> Federated:
+    try:
+        return rounds()
+    except TransportError as error:  # its own message is about TLS or sockets
+        why = f"{type(error).__name__}: {error}"
+        raise RunFailed(f"the SuperLink does not answer ({why}); start the run again, and it "
+                        "continues from its last round") from error  # fmt: skip
 
 
 @contextmanager
@@ -223,8 +233,10 @@ def _by_site(history: History, split: str, names: Mapping[int, str]) -> list[lis
     sizes = [history.samples[part].tolist() for part in ("train", split)]
     rows = [["site", "train", split, f"{split} loss", *(["accuracy %"] if right else [])]]
     for i, value in enumerate(loss):
-        counts = [str(size[i]) for size in sizes]
-        rows.append([names.get(i, f"client {i}"), *counts, f"{value:.3f}", *right[i : i + 1]])
+        counts = [size[i] for size in sizes]
+        scores = [f"{value:.3f}", *right[i : i + 1]]
+        shown = scores if counts[1] else ["–"] * len(scores)
+        rows.append([names.get(i, f"client {i}"), *map(str, counts), *shown])
     return rows
 
 

@@ -40,7 +40,7 @@ from fairvar.deploy.guard import OFF, FederationSettings, check_average
 from fairvar.engine.batches import Participation
 from fairvar.engine.losses import LossFunction
 from fairvar.errors import BadInput
-from fairvar.runs.config import Config, assign, merge_overrides, refuse_unknown
+from fairvar.runs.config import Config, ModelConfig, assign, merge_overrides, refuse_unknown
 from fairvar.runs.own import load_plugins
 from fairvar.runs.runner import federation_of, initial_model
 
@@ -52,6 +52,7 @@ Inputs = dict[str, tuple[tuple[int, ...], bool]]
 S = TypeVar("S", bound=Checked)
 SECURE = "secure-aggregation"
 OWN_DATA = "own"
+USUAL = ModelConfig()
 FEWEST = 3  # clients in a secure sum; with two, each could subtract its own value
 PLACES = {
     "method": "method.name",
@@ -150,14 +151,16 @@ class Setup:
             shape, classes, like = data.input_shape, data.classes, data.train.blank(4)
         elif self.inputs:
             like = _blank(self.inputs, classes)
-        loss: str | LossFunction = config.model.loss
         if self.model is None:
             made: Any = initial_model(config, shape, classes or 1)
         else:
             with torch.random.fork_rng(devices=[]):  # the initial model follows from the seed
                 torch.manual_seed(config.train.seed)
                 made = self.model()
-        module, loss = made if isinstance(made, tuple) else (made, loss)
+        module, loss = made if isinstance(made, tuple) else (made, config.model.loss)
+        if config.model.loss not in (loss, USUAL.loss):
+            raise BadInput(f"model.loss = {config.model.loss!r}: the app's function `model` gives "
+                           "another loss; change it there")  # fmt: skip
         return Agreement(
             model=module,
             method=config.method,
@@ -195,8 +198,14 @@ def read_setup(
     rules = _section(FederationSettings, given)
     privacy = None if private is None else _section(PrivacySettings, private)
     load_plugins(values, Path(), *map(Path, sys.path))  # Flower puts the app's folder there
-    config, secure = _secured(Config.from_dict(values), bool(run_config.get(SECURE)), masked)
+    asked = run_config.get(SECURE, False)
+    if not isinstance(asked, bool):  # the text "false" would be true
+        raise BadInput(f"{SECURE} = {asked!r} must be true or false")
+    config, secure = _secured(Config.from_dict(values), asked, masked)
     check_average(rules, config.method)
+    if model is not None and replace(config.model, loss=USUAL.loss) != USUAL:
+        raise BadInput("model.* is set, but the model is what the app's function `model` gives; "
+                       "change it there")  # fmt: skip
     classes, inputs = run_config.get("classes"), _inputs(texts["input-shape"]) if own else {}
     shape = next((shape for shape, _ in inputs.values()), ())
     if own and (type(classes) is not int or classes < 0):

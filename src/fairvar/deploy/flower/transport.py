@@ -45,6 +45,7 @@ from fairvar.deploy.guard import (
     brief,
     check_forms,
     labelled,
+    listed,
 )
 from fairvar.errors import BadInput
 
@@ -52,6 +53,7 @@ T = TypeVar("T")
 LOG = logging.getLogger("flwr.fairvar")
 PAUSE = 0.1  # seconds between two polls for replies; a poll takes about 10 ms
 POLL_NODES = 2.0  # seconds between two polls for new nodes during an exchange
+REPORT_WAITING = 20.0  # seconds before the log says which clients are missing
 RETRY = 15.0  # seconds before a refused node is asked again
 HELLO_LIFE = 3600.0  # seconds; a busy node may reply late
 Reply = Envelope | Exception  # a reply, or Flower's error when it read one
@@ -62,8 +64,6 @@ NAMES, WANTED = "names", "wanted"  # in the older interface arrays have no names
 SITE = "site"  # in an answer to hello: the node's name
 # How Flower quotes the exception of an app: <class 'module.Name'>:<'text'>
 QUOTED = re.compile(r"<class '(?:\w+\.)*(\w+)'>:<'(.*)'>", re.DOTALL)
-# In a simulation it quotes ray's exception: a traceback of the app's, which ends with its message.
-SIMULATED = re.compile(r"Exception \w+ occurred\. Message:\s*(.*)'>", re.DOTALL)
 UNREADABLE = "unreadable"  # in a node's reply: the nodes whose shares it cannot decrypt
 _NAMES = ("float16", "float32", "float64", "uint8", "int8", "int16", "int32", "int64", "bool")
 DTYPES: dict[np.dtype[Any], torch.dtype] = {np.dtype(n): getattr(torch, n) for n in _NAMES}
@@ -86,11 +86,15 @@ class GridTransport:
 
     def present(self, at_least: int, seconds: float) -> Sequence[int]:
         self._check_simulated()
-        end = time.monotonic() + seconds
+        end, report = time.monotonic() + seconds, time.monotonic() + REPORT_WAITING
         while True:
             self._welcome()
             if len(self.nodes) >= min(at_least, self.clients) or time.monotonic() >= end:
                 return sorted(self.nodes)
+            if time.monotonic() >= report:
+                report = end
+                missing = [c for c in range(self.clients) if c not in self.nodes]
+                LOG.info("waiting for %s, up to %.0f s", listed(missing, self.names), seconds)
             time.sleep(PAUSE)
 
     def _check_simulated(self) -> None:
@@ -186,11 +190,11 @@ class GridTransport:
         elif type(client) is not int or not 0 <= client < self.clients:
             why, again = f"says it is client {client!r} of {self.clients}", inf
         elif client in self.nodes:
-            why = f"says it is client {client}, which node {self.nodes[client]} is"
+            why = f"says it is {labelled(client, self.names)}, which node {self.nodes[client]} is"
         elif node not in self.listed:
             why = "has left again"
         elif (other := self._of_another(client, self.listed[node])) is not None:
-            why = f"says it is client {client}, but {other}"
+            why = f"says it is {labelled(client, self.names)}, but {other}"
         else:
             self.nodes[client] = node
             self.keys |= {client: key} if (key := self.listed[node]) else {}
@@ -259,9 +263,6 @@ def raised_by_app(text: str) -> str:
     """The exception of the app that Flower quotes; other texts as they are."""
     if raised := QUOTED.search(text):
         return f"{raised[1]}: {raised[2]}"
-    if told := SIMULATED.search(text):
-        line = rf"^(?:\w+\.)*(\w+{re.escape(': ' * bool(told[1]) + told[1])})$"
-        return (re.findall(line, text, re.MULTILINE) or [told[1]])[-1]
     return text
 
 
