@@ -52,6 +52,8 @@ FILES = {
     "twolevels.toml": "[a.b.c.d.e.f.g]\nx = 1",
     "empty/x": "",
     "none.toml": "[sweep]",
+    "grid.toml": '[sweep]\nmethods = ["fedavg", "gifair"]\nstrength = [1.0]',
+    "more/grid/run/manifest.json": "{}",
     "function.py": "import fairvar as fv\n\n@fv.register\nclass Mine:\n    pass\n",
 }
 # Arguments, and a word that the line must have.
@@ -124,6 +126,24 @@ BAD: dict[str, tuple[list[str], str]] = {
     "threads": (["run", QUICK, "train.threads=1000000000"], "train.threads"),
     "override of bytes": (["run", QUICK, "data.clients=\udcff"], "UTF-8"),
     "override of bytes in a sweep": (["sweep", MNIST, "sweep.seeds=\udcff"], "UTF-8"),
+    # which method a value does not fit, and names of partitions with other options
+    "strength of one method": (
+        ["sweep", "grid.toml"], "gifair: method.strength = 1.0: must be a number < 1; "
+        "sweep.method.gifair has lists for this method alone"),
+    "option of one method": (["sweep", "grid.toml", "sweep.method.gifair.q=1"],
+                             "gifair: unknown key method.q"),
+    "names of partitions": (
+        ["sweep", "none.toml", "sweep.grid.partition.name=['iid','dirichlet']"],
+        "needs alpha; with options, give whole sections: sweep.grid.partition = [{"),
+    "partition of made clients": (["run", QUICK, "data.name=clinics"],
+                                  'set partition.name = "natural"'),
+    "own data without a colon": (["run", QUICK, "data.name=own.load"], "package.module:function"),
+    "own data of a file": (["run", QUICK, "data.name=own.py:load"], "without .py"),
+    # folders
+    **{f"a single run for {command}": ([command, "more/grid/run"],
+                                       "is a single run; give the folder that it is in: more/grid")
+       for command in ("report", "verify")},
+    "the folder above": (["report", "more"], "give a folder in it, such as more/grid"),
     # sizes
     "digits": (["run", QUICK, "train.lr=" + "9" * 5000], "too long"),
     "hexadecimal digits": (["run", QUICK, "train.rounds=0x" + "f" * 5000], "train.rounds"),
@@ -360,6 +380,16 @@ def test_help_needs_no_torch(folder: Path) -> None:
         done = process(*arguments, path=str(folder / "modules"))
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout
+
+
+def test_a_reader_that_ends_early_is_no_error(folder: Path) -> None:
+    """As in `fairvar methods | head -1`; rich would end the process with exit code 1."""
+    for arguments in (["--help"], ["example"]):
+        reading, writing = os.pipe()
+        os.close(reading)
+        done = process(*arguments, stdout=writing)
+        os.close(writing)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_full_disk(folder: Path, capsys) -> None:

@@ -17,6 +17,7 @@ from fairvar.errors import BadInput
 from fairvar.methods import METHODS
 from fairvar.report import files
 from fairvar.runs import cluster, own
+from fairvar.runs.archive import condense
 from fairvar.runs.config import Config, merge_overrides
 from fairvar.runs.identity import identity_of
 from fairvar.runs.plan import Plan
@@ -318,10 +319,25 @@ def test_quotes_and_the_order_of_keys_do_not_matter() -> None:
 
 
 def test_whole_partitions_make_tables_of_their_own(tmp_path: Path) -> None:
-    kinds = [{"name": "iid"}, {"name": "dirichlet", "alpha": 1.0}]
-    plan = Plan.from_dict({**SMALL, "sweep": {**ONE, "grid": {"partition": kinds}}})
-    run_sweep(arrange(plan.cells), tmp_path, lambda *_: None)
-    assert len({group.passport["sha256"] for group in gather(tmp_path)}) == 2
+    kinds = [{"name": "iid"}, {"name": "iid", "min_samples": 10}, {"name": "iid", "min_samples": 9},
+             {"name": "dirichlet", "alpha": 1.0}]  # fmt: skip
+    models = [{"name": "multinomial"}, {"name": "2nn"}]
+    grid = {"partition": kinds, "model": models}
+    plan = Plan.from_dict({**SMALL, "sweep": {**ONE, "grid": grid}})
+    run_sweep(arrange(plan.cells), tmp_path / "runs", lambda *_: None)
+    groups = gather(tmp_path / "runs")
+    assert len({group.passport["sha256"] for group in groups}) == 2
+    # Of a section, tables have the name and what is not the default.
+    assert [group.kind for group in groups] == [
+        ["partition iid"], ["partition iid, min_samples 9"], ["partition iid, min_samples 10"],
+        ["partition dirichlet, alpha 1"],
+    ]  # fmt: skip
+    assert {group.model for group in groups} == {"several models"}
+    assert {t.describe() for t in groups[0].trials} == {"lr 0.1, model multinomial",
+                                                        "lr 0.1, model 2nn"}  # fmt: skip
+    # They have the same order, and so the same numbers, in an archive.
+    condense(groups, tmp_path / "small")
+    assert [group.kind for group in gather(tmp_path / "small")] == [g.kind for g in groups]
 
 
 def test_a_key_that_is_added_to_a_grid_keeps_the_earlier_runs(tmp_path: Path, capsys) -> None:

@@ -87,6 +87,23 @@ def test_without_own_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "no test accuracy of the local model" in line
 
 
+def test_the_rule_of_the_configuration_chooses(tmp_path: Path, capsys) -> None:
+    """[select] counts for `report` and `condense`, too, unless options are given."""
+    folder = swept(tmp_path / "runs", select={"t": 1e6}, sweep={"lr": [0.5, 1e-6]})
+    chosen = {r.label: r.trial.lr for group in gather(folder) for r in group.results}
+    assert chosen["FedAvg"] == 1e-6  # equally bad for all clients
+
+    def rate(*options: str, of: Path = folder) -> str:
+        capsys.readouterr()
+        cli.main(["report", str(of), "--json", *options])
+        rows = json.loads(capsys.readouterr().out)[0]["rows"]
+        return next(row["chosen"] for row in rows if row["method"] == "FedAvg").split(",")[0]
+
+    assert (rate(), rate("--t", "0")) == ("lr 1e-06", "lr 0.5")
+    cli.main(["condense", str(folder), "--out", str(tmp_path / "small")])
+    assert rate(of=tmp_path / "small") == "lr 1e-06"
+
+
 def test_personal_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A method that has them is about them, unless another model is asked for."""
     sweep = {"methods": ["fedavg", "ditto"], "seeds": 2, "lr": [0.5]}
@@ -152,8 +169,8 @@ def test_some_measured_own_models_and_some_did_not(
     page = reported(tmp_path)
     assert page.count("Local models were not evaluated") == 1
     assert {g.criterion.model for g in gather(tmp_path)} == {"global", "local"}
+    assert "report: 2/2 (done)" in capsys.readouterr().err
     # Both are "digits, α 0.3": neither may hide the other.
-    capsys.readouterr()
     line = refused(capsys, "compare", f"{tmp_path}:AFL", f"{tmp_path}:FedAvg")
     assert "0.3-1 (digits, tables, α 0.3, evaluate.local " in line
     assert ", 0.3-2 (digits, tables, α 0.3, evaluate.local " in line

@@ -27,8 +27,10 @@ def main(arguments: Sequence[str] | None = None, commands: str = "fairvar.cli.co
                 work = _parsed(sys.argv[1:] if arguments is None else list(arguments), commands)
             work()
             sys.stdout.flush()
-        except SystemExit:
-            raise
+        except SystemExit as stop:
+            # rich turns the end of the reader into exit code 1.
+            if not isinstance(stop.__context__, BrokenPipeError):
+                raise
         except BrokenPipeError:
             _flush_or_drop()  # the reader has ended, as in `fairvar theory | head`
         except BaseException as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -56,7 +57,8 @@ def init(file: Path = Path("fairvar.toml"), /) -> None:
         file: where to; `fairvar run FILE` then trains it.
     """
     with example_file("quick") as path:
-        text = path.read_text(encoding="utf-8").replace("configs/quick.toml", plain(str(file)))
+        name = shlex.quote(plain(str(file)))
+        text = path.read_text(encoding="utf-8").replace("configs/quick.toml", name)
     if os.path.lexists(file):
         raise BadInput(f"{file} is there already; give another name")
     try:
@@ -64,7 +66,7 @@ def init(file: Path = Path("fairvar.toml"), /) -> None:
             opened.write(text.encode())
     except OSError as error:
         raise BadInput(f"cannot write {file}: {error.strerror or error}") from None
-    say(f"wrote {file}; next: fairvar run {file}")
+    say(f"wrote {file}; next: fairvar run {shlex.quote(str(file))}")
 
 
 @app.command

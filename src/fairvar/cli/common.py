@@ -129,13 +129,15 @@ class Selection:
     """How configurations and rounds are chosen on validation data.
 
     Args:
-        t: choose by accuracy - t * sqrt(variance / m) on validation data; 1.96 in the paper.
-        unit: "fraction", or "mixed": percent accuracy with the variance x 100.
-        m: divisor of the variance; the number of seeds by default, as in the paper.
+        t: choose by accuracy - t * sqrt(variance / m) on validation data; select.t of the runs by
+            default, which is 1.96 as in the paper unless their configuration has another.
+        unit: "fraction", or "mixed": percent accuracy with the variance x 100; select.unit by
+            default.
+        m: divisor of the variance; select.m by default, or the number of seeds, as in the paper.
     """
 
-    t: float = 1.96
-    unit: str = "fraction"
+    t: float | None = None
+    unit: str | None = None
     m: Count | None = None
 
     def rule(self, model: str | None = None) -> Rule:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from rich.filesize import decimal
 
 from fairvar.cli.common import (
     ConfigFile,
@@ -87,6 +88,7 @@ def demo(
     with lib.progress("fairvar demo") as report:
         groups, processes = lib.runner.arrange(cells), workers or min(8, os.cpu_count() or 1)
         lib.sweep.run_sweep(groups, out / "runs", report, processes)
+    with lib.progress("report") as report:
         # The folder may hold runs of earlier demos with other options.
         names = {lib.runner.run_folder(cell, out).name for cell in cells}
         found = lib.results.gather(out / "runs", only=names)
@@ -296,7 +298,7 @@ def condense(
     runs, size = sum(len(g.provenances) for g in groups), path.stat().st_size
     if json:
         return print_json({"file": str(path), "runs": runs, "bytes": size})
-    say(f"{runs} runs on {len(groups)} federations in {path}, {size / 1e6:.1f} MB")
+    say(f"{runs} runs on {len(groups)} federations in {path}, {decimal(size)}")
 
 
 @app.command

@@ -113,7 +113,8 @@ def deal(
     if isinstance(data, Dataset):
         return build_federation(data, clients, partition or Dirichlet(alpha=0.1), seed, **how)
     if not (partition is None or isinstance(partition, Natural)):
-        raise BadInput(f"{name} is made client by client; leave the partition out or use natural")
+        raise BadInput(f'{name} is made client by client; set partition.name = "natural", or leave '
+                       "the partition out in Python")  # fmt: skip
     if how["split"] != DEFAULT_SPLIT or how["holdout"] != "auto":
         raise BadInput(f"{name} comes with its own splits; leave split and holdout out")
     if how["fraction"] != 1 or how["samples"] is not None:

@@ -132,11 +132,23 @@ def operations_key(settings: TrainSettings, method: Method, *rest: object) -> tu
 
 def swept(config: Settings, apart: bool = False) -> dict[str, Any]:
     """What a sweep varied in addition to methods and learning rates (`sweep.grid`), with values:
-    what validation chooses, or with `apart` what distinguishes tables. None: not given."""
+    what validation chooses, or with `apart` what distinguishes tables. None: not given. Of a whole
+    section, its name and the values that are not the default."""
     values = config.to_dict()
     keys = values.get("select", {}).get("over", ())
     found = {key: _value(values, key) for key in keys if f"{key}.".startswith(APART) == apart}
-    return {key: None if value == {} else value for key, value in found.items()}
+    return {k: None if value == {} else _unusual(config, k, value) for k, value in found.items()}
+
+
+def _unusual(config: Settings, key: str, value: Any) -> Any:
+    """A section without its defaults, apart from its name; other values as they are."""
+    section = reduce(getattr, key.split("."), config) if isinstance(value, dict) else None
+    if not isinstance(section, msgspec.Struct):
+        return value
+    usual = {
+        f.name for f in msgspec.structs.fields(section) if getattr(section, f.name) == f.default
+    }
+    return {name: each for name, each in value.items() if name == "name" or name not in usual}
 
 
 def _deciding(config: Settings, *without: str) -> dict[str, Any]:

@@ -473,7 +473,8 @@ def _device(device: str) -> torch.device:
         torch.zeros(1, device=found).item()  # "meta" has no values to compute with
     except Exception as error:
         reason = one_line(str(error).partition("\n")[0].removesuffix("."))[:LONGEST]
+        usable = '"cpu" or "cuda"' if torch.cuda.is_available() else '"cpu"'
         raise BadInput(
-            f'device {shown(str(device))} cannot be used here ({reason}); give "cpu" or "cuda"'
+            f"device {shown(str(device))} cannot be used here ({reason}); give {usable}"
         ) from None
     return found

@@ -173,10 +173,7 @@ def _of_folder(
     folder = runs.folder if isinstance(runs, Sweep) else given_path(runs)
     only = runs.names if isinstance(runs, Sweep) else None
 
-    def rule(config: Config) -> Criterion:
-        chosen: Any = model or config.select.model
-        return with_fields(config.select, model=chosen)
-
+    rule = rule_of(model, None, None, None)
     group = pairs.pick(gather(folder, rule=rule, model=model, only=only), folder, federation)
     passport = str(group.passport.get("sha256"))
     return group.results, group.trials, group.criterion.model, group_table(group), passport
@@ -313,8 +310,8 @@ def write_report(
     out: str | Path | None = None,
     title: str | None = None,
     model: str | None = None,
-    t: float = 1.96,
-    unit: str = "fraction",
+    t: float | None = None,
+    unit: str | None = None,
     m: int | None = None,
     plugin: str | Path | None = None,
     progress: bool = False,
@@ -325,7 +322,8 @@ def write_report(
     out: where the report goes; report inside of that folder by default.
     title: heading of the page.
     model: "global", "local" or "personal"; by default as for `fairvar.compare`.
-    t, unit, m: the rule of selection (see `Criterion`), by accuracy − t·√(variance / m).
+    t, unit, m: the rule of selection (see `Criterion`), by accuracy − t·√(variance / m); by default
+    that of [select] in the runs' configuration.
     plugin: a file with methods of your own.
     """
     if not isinstance(runs, Sweep | str | Path):
@@ -340,16 +338,17 @@ def write_report(
         check_writable(target)  # bad input must write nothing
         heading = title or f"fairvar: {groups[0].config.name}"
         tables, files = write_files(groups, target, heading, report)
-        report(1, 1, "done")
+        report(len(groups), len(groups), "done")
     return Report(tables, files)
 
 
-def rule_of(model: str | None, t: float, unit: str, m: int | None) -> Rule:
-    """By the model that a run's protocol is about, unless one is named."""
+def rule_of(model: str | None, t: float | None, unit: str | None, m: int | None) -> Rule:
+    """The rule of a run's configuration, apart from what is given."""
+    asked = {"model": model, "t": t, "unit": unit, "m": m}
+    given: Any = {key: value for key, value in asked.items() if value is not None}
 
     def rule(config: Config) -> Criterion:
-        chosen: Any = model or config.select.model
-        return Criterion(t=t, m=m, unit=unit, model=chosen)  # type: ignore[arg-type]
+        return with_fields(config.select, **given)
 
     rule(Config())  # bad options are refused before anything is read
     return rule

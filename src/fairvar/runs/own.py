@@ -173,10 +173,11 @@ def is_own(kind: Kind, name: str, known: Iterable[str]) -> bool:
     """Whether a name is one of the user's, not one of the `known`. Raises if it can be neither."""
     if name in known:
         return False
-    if ":" in name and not NAME.fullmatch(name):
-        raise BadInput(f"{KEYS[kind]} = {shown(name)} must look like package.module:function")
+    if ":" in name and (not NAME.fullmatch(name) or ".py:" in name):
+        raise BadInput(f"{KEYS[kind]} = {shown(name)} must look like package.module:function, "
+                       "without .py")  # fmt: skip
     if ":" not in name and not entry_points(group=GROUPS[kind], name=name):
-        raise unknown(KEYS[kind], name, known)
+        raise unknown(KEYS[kind], name, (*known, "package.module:function"))
     if (package := name.partition(":")[0].partition(".")[0]) in NOT_OWN:
         raise BadInput(f"{KEYS[kind]} = {shown(name)} is no code of yours: {package} belongs to "
                        "Python, torch, numpy or fairvar; give yours another name")  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -241,7 +242,16 @@ class Plan:
                 f"this sweep has {settings.runs:,} runs, more than {MOST_RUNS:,}; "
                 "give fewer seeds or shorter lists"
             )
-        firsts = [Config.from_dict(values) for values in _combined(base, settings.settings)]
+        try:
+            firsts = [Config.from_dict(values) for values in _combined(base, settings.settings)]
+        except BadInput as error:
+            if "partition.name" not in settings.grid:
+                raise
+            # A name drops the options of the former one.
+            raise BadInput(
+                f"{error}; with options, give whole sections: sweep.grid.partition = "
+                '[{name = "iid"}, {name = "dirichlet", alpha = 0.1}]'
+            ) from None
         cells = list(_expand(firsts, settings))
         return Plan(firsts[0].name, settings, firsts[0].select, cells)
 
@@ -327,4 +337,10 @@ def _method_axis(settings: SweepSettings, name: str) -> Iterator[tuple[Method, f
     for values in itertools.product(*lists.values()):
         options = fixed | dict(zip(lists, values, strict=True))
         lr = options.pop("lr")
-        yield Config.from_dict({"method": options}).method, lr
+        try:
+            method = Config.from_dict({"method": options}).method
+        except BadInput as error:
+            where = f"sweep.method.{json.dumps(name) if name.endswith('*') else name}"
+            own = "" if name in settings.method else f"; {where} has lists for this method alone"
+            raise BadInput(f"{name}: {error}{own}") from None
+        yield method, lr

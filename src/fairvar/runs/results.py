@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +17,7 @@ from fairvar.engine.history import MODELS
 from fairvar.engine.keys import PLACES, group_key, swept, trial_key
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.methods import METHODS
-from fairvar.runs.archive import Condensed, unpacked
+from fairvar.runs.archive import ARCHIVE, Condensed, unpacked
 from fairvar.runs.config import Config, flat
 from fairvar.runs.formats import condensed_history, is_complete, read_sealed
 from fairvar.runs.select import Criterion
@@ -34,9 +37,21 @@ def stored_runs(folder: Path) -> list[StoredRun]:
     paths = [path for place in reversed(places(folder)) for path in sorted(place.iterdir())
              if is_complete(path)]  # fmt: skip
     if not paths:
-        raise BadInput(f"{folder} holds no finished run yet; run `fairvar sweep` first")
+        raise BadInput(_where_runs_are(folder))
     found = _each_once(StoredRun.open(path) for path in paths)
     return sorted(found, key=lambda run: run.folder.name)
+
+
+def _where_runs_are(folder: Path) -> str:
+    """The message for a folder without runs, often that of a single run or of several sweeps."""
+    if is_complete(folder):
+        above = os.path.normpath(folder / "..")
+        return f"{folder} is a single run; give the folder that it is in: {above}"
+    below = [place for place in sorted(folder.iterdir()) if place.is_dir() and (
+        (place / ARCHIVE).exists() or any(map(is_complete, place.iterdir())))]  # fmt: skip
+    if below:
+        return f"{folder} holds no runs itself; give a folder in it, such as {below[0]}"
+    return f"{folder} holds no finished run yet; run `fairvar sweep` first"
 
 
 def places(folder: Path) -> list[Path]:
@@ -69,8 +84,7 @@ def gather(
         known = "" if there is None else str((there.own_data, there.model, there.parameters))
         groups.setdefault(group_key(piece.config, piece.identity) + known, []).append(piece)
     found = [_group(pieces, rule, versions, model) for pieces in groups.values()]
-    order = sorted(found, key=lambda g: (g.dataset, g.config.protocol, g.alpha or 0.0))
-    return _with_distinct_names(order)
+    return sorted(_with_distinct_names(found), key=_group_order)
 
 
 def _with_all_varied(pieces: Sequence[Piece]) -> list[Piece]:
@@ -136,9 +150,19 @@ def _with_distinct_names(groups: Sequence[Group]) -> list[Group]:
     found = list(groups)
     for where in same.values():
         named = zip(_differences([groups[p].config for p in where]), where, strict=True)
-        for place, (apart, old) in zip(where, sorted(named), strict=True):
-            found[place] = replace(groups[old], apart=apart)
+        for apart, place in named:
+            found[place] = replace(groups[place], apart=apart)
     return found
+
+
+def _group_order(group: Group) -> tuple[Any, ...]:
+    """The order must not depend on which runs were kept as summaries: federations of one data set
+    have numbers. In settings, 10 comes after 9."""
+    parts = [re.split(r"(\d+(?:\.\d+)?)", text) for text in group.kind]
+    kind = [[(float(part), "") if odd % 2 else (math.inf, part) for odd, part in enumerate(each)]
+            for each in parts]  # fmt: skip
+    return (group.source, group.config.protocol, group.alpha or 0.0, group.data, group.model,
+            group.config.data.clients, kind)  # fmt: skip
 
 
 def _differences(configs: Sequence[Config]) -> list[list[str]]:

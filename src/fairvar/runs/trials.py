@@ -226,10 +226,12 @@ class Result:
 
 
 def named(key: str, value: Any) -> str:
-    """A setting in a table: `strength 0.1`, `batch_size 32`, `model avgcnn`."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {each}" for name, each in value.items())
+    """A setting in a table: `strength 0.1`, `batch_size 32`, `model avgcnn`; of a section,
+    `schedule cosine, warm_up 10`."""
     section, _, last = key.rpartition(".")
+    if isinstance(value, Mapping):
+        parts = [each if name == "name" else named(name, each) for name, each in value.items()]
+        return f"{last} {', '.join(parts) or 'default'}"
     text = (
         f"{value:g}" if isinstance(value, float) else str("not given" if value is None else value)
     )
@@ -310,7 +312,7 @@ class Group:
     @property
     def model(self) -> str:
         if self.deployed is None:
-            several = "model.name" in (self.config.select.over or ())
+            several = {"model", "model.name"}.intersection(self.config.select.over or ())
             return "several models" if several else self.config.model.name
         size = self.deployed.parameters
         return self.deployed.model + (f" ({size:,} parameters)" if size else "")
