@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -242,6 +243,49 @@ def test_losses_that_fail_say_so() -> None:
     refused("reduction", model="multinomial", loss=nn.CrossEntropyLoss())
     refused("the loss fails on outputs of shape (4, 3), targets of shape (4,)",
             loss=lambda outputs, y: outputs @ y)  # fmt: skip
+
+
+def entropy(outputs: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, y, reduction="none")
+
+
+def by_frequency(outputs: Tensor, y: Tensor) -> Tensor:
+    """Weights of classes from the batch: pooled clients would change each other's."""
+    return entropy(outputs, y) / (y[:, None] == y).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (by_frequency, ["in a batch", "alone", "must not depend on the other samples"]),
+        (lambda outputs, y: entropy(outputs / outputs.std(), y), ["must not depend"]),
+        (lambda outputs, y: entropy(outputs, y) * torch.rand(len(y)), ["nor on chance"]),
+        (lambda outputs, y: entropy(outputs.squeeze(), y), ["one value per sample (1,), not ()"]),
+        (lambda outputs, y: entropy(outputs.detach(), y), ["cannot be differentiated"]),
+        (lambda outputs, y: (outputs.argmax(1) != y).float(), ["cannot be differentiated"]),
+        (lambda outputs, y: entropy(outputs, y.clamp_(min=1)), ["changes outputs or targets"]),
+        (lambda outputs, y: entropy(outputs.mul_(2), y), ["changes outputs or targets"]),
+    ],
+)  # fmt: skip
+def test_a_loss_of_ones_own_is_tested(loss: Callable, words: list[str]) -> None:
+    before = DATA.train.y.clone()
+    for engine in ("auto", "reference"):
+        refused(*words, loss=loss, engine=engine)
+    assert torch.equal(DATA.train.y, before)
+
+
+def test_a_loss_that_vmap_refuses_is_trained_client_by_client() -> None:
+    def one_hot(outputs: Tensor, y: Tensor) -> Tensor:
+        return -(nn.functional.one_hot(y, 3) * outputs.log_softmax(1)).sum(1)
+
+    given = {"rounds": 3, "evaluate_splits": ("train",), "dtype": torch.float64, "local_steps": 2}
+    with pytest.warns(UserWarning, match="has a loss that does not run under torch.func.vmap"):
+        found = fv.train("multinomial", DATA, fv.FairGrad(0.1), loss=one_hot, **given)
+    expected = fv.train("multinomial", DATA, fv.FairGrad(0.1), **given)
+    assert found.provenance["engine"] == "reference"
+    for name, leaf in expected.model.items():
+        assert float((found.model[name] - leaf).abs().max()) <= 1e-10
+    refused("has a loss that", loss=one_hot, engine="vmapped")
 
 
 def test_next_tokens() -> None:

@@ -14,7 +14,9 @@ from fairvar.common.tree import Inputs, Tree, input_parts, map_inputs
 from fairvar.data.federation import Federation
 from fairvar.engine.batches import Batch
 from fairvar.engine.losses import (
+    LOSSES,
     LossFunction,
+    check_alone,
     check_loss,
     choose_metric,
     has_answers,
@@ -23,7 +25,7 @@ from fairvar.engine.losses import (
 from fairvar.engine.settings import TrainSettings
 from fairvar.errors import BadInput, cause
 from fairvar.models import Problem, build
-from fairvar.models.check import Findings, examine, repr_is_complete
+from fairvar.models.check import Findings, examine, examine_loss, repr_is_complete
 from fairvar.models.norm import apply, call, dropout_layers, swap_batch_norm, swap_dropout
 from fairvar.models.plain import plain_layers, swap_convolutions
 from fairvar.scores import ACCURACY, Metric
@@ -208,13 +210,34 @@ def make_task(
         scored_by = choose_metric(metric, loss, federation.classes if classifies else None)
         if scored_by.function is not None and not alone:
             scored_by(outputs, targets)
-        return replace(
+        task = replace(
             task,
             classifies=classifies,
             metric=scored_by,
             moving_buffers=_moves_buffers(task, sample),
             activations=_activation_floats(task, sample),
         )
+    own = function not in LOSSES.values()
+    return _with_own_loss(task, federation, curvature, alone) if own else task
+
+
+def _with_own_loss(task: Task, federation: Federation, curvature: bool, alone: bool) -> Task:
+    """Test the derivatives of a loss of the user's, and whether it treats samples alone. With one
+    that vmap refuses clients train one after another, as with such a model."""
+    total = len(federation.train.y)  # of many clients, for different targets
+    rows = torch.linspace(0, total - 1, min(total, 16)).long().to(federation.train.device)
+    x, targets = federation.train.take(rows)
+    with torch.no_grad():
+        outputs = task.predict(task.params, task.buffers, x)
+        check_alone(task.loss, outputs, targets)
+    found = examine_loss(task.loss, outputs, targets, together=not alone, curvature=curvature)
+    if fatal := [problem for problem in found.problems if problem.fatal]:
+        raise BadInput("the loss " + "; ".join(fatal))
+    return replace(
+        task,
+        loop_only=(*task.loop_only, *(f"has a loss that {problem}" for problem in found.problems)),
+        reverse_over_forward=task.reverse_over_forward and found.reverse_over_forward,
+    )
 
 
 def _placed(model: nn.Module | str, federation: Federation, settings: TrainSettings) -> nn.Module:
