@@ -399,6 +399,19 @@ def test_a_method_that_returns_weights_alone_is_refused(engine: str) -> None:
         fv.train("multinomial", data, WithoutMemory(), rounds=1, engine=engine)
 
 
+@pytest.mark.parametrize("memory", [{"last": torch.ones(1)}, None, ["last"]])
+def test_memory_that_a_run_could_not_continue_from_is_refused(memory: object) -> None:
+    """It was trained, and stored, and the error of the continuation contradicted itself."""
+    config.update("jaxtyping_disable", True)
+
+    class Remembers(fv.Method, frozen=True):
+        def weigh(self, before: dict, replies: Replies) -> tuple:  # type: ignore[override]
+            return replies.share, memory
+
+    for engine in ("auto", "reference"):
+        refused("names that initial_memory gives, []", method=Remembers(), engine=engine)
+
+
 def test_a_method_that_returns_weights_alone_is_refused_for_secure_sums() -> None:
     config.update("jaxtyping_disable", True)
     with pytest.raises(fv.BadInput, match="must return two things: weights, memory"):
