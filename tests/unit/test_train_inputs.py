@@ -320,6 +320,28 @@ def test_next_tokens() -> None:
         fv.Federation.from_arrays([(pairs[0][0], y)], classes=5)
 
 
+def test_tokens_that_the_embedding_lacks() -> None:
+    """In any sample and split, before training; corrected data are trained on at once, which were
+    refused with the findings of the wrong ones."""
+
+    def data(train: int, test: int) -> fv.Federation:
+        tokens = [torch.ones(9, 4, dtype=torch.int64) for _ in range(2)]
+        tokens[0][7, 2], tokens[1][8, 1] = train, test
+        pairs = [[(x, torch.arange(9) % 2)] * 2 for x in tokens]
+        return fv.Federation.from_arrays(pairs[0], test=pairs[1])
+
+    model = nn.Sequential(nn.Embedding(3, 4), nn.Flatten(), nn.Linear(16, 2))
+    refused("fails on train data", "1 … 3: index out of range", model=model, data=data(3, 1))
+    refused("fails on test data", "-1 … 1: index out of range", model=model, data=data(1, -1))
+    finite(fv.train(model, data(2, 0), fv.FedAvg(), 1))
+    huge = fv.Federation.from_arrays([(1e38 * torch.ones(5, 3), torch.arange(5) % 2)])
+    model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 2))
+    model[0].weight.data.fill_(9.0)
+    refused("outputs that are not finite", model=model, data=huge)
+    small = fv.Federation.from_arrays([(torch.ones(5, 3), torch.arange(5) % 2)] * 2)
+    finite(fv.train(model, small, fv.FedAvg(), 1))
+
+
 # -- data of the wrong form ------------------------------------------------------------------------
 PAIRS = """
 import numpy as np, torch, fairvar as fv

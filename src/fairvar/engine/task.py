@@ -155,9 +155,12 @@ def _examined(module: nn.Module, sample: Inputs, curvature: bool) -> Findings:
     trained = tuple(p.requires_grad for p in module.parameters())
     outline = str(map_inputs(lambda part: (part.shape, part.dtype, part.device), sample))
     key = (repr(module), trained, outline, curvature)
-    if key not in _FOUND:
-        _FOUND[key] = examine(module, sample, curvature=curvature)
-    return _FOUND[key]
+    if key in _FOUND:
+        return _FOUND[key]
+    found = examine(module, sample, curvature=curvature)
+    if not any(problem.fatal for problem in found.problems):  # others may be of the data
+        _FOUND[key] = found
+    return found
 
 
 def _examined_alone(module: nn.Module, sample: Inputs, curvature: bool) -> Findings:
@@ -204,6 +207,8 @@ def make_task(
         half=settings.precision == "bfloat16",
     )
     with torch.no_grad():
+        if not alone:
+            _check_integers(task, federation)
         outputs = task.predict(params, buffers, sample)
         check_loss(function, outputs, targets, federation.classes)
         classifies = has_answers(outputs, targets, federation.classes)
@@ -219,6 +224,24 @@ def make_task(
         )
     own = function not in LOSSES.values()
     return _with_own_loss(task, federation, curvature, alone) if own else task
+
+
+def _check_integers(task: Task, federation: Federation) -> None:
+    """Refuse tokens that an embedding lacks: the model is applied to samples with the largest and
+    smallest integers of each position, in every split."""
+    for name, split in federation.splits.items():
+        parts = [part.reshape(len(part), -1) for part in input_parts(split.x).values()
+                 if not (part.is_floating_point() or part.dtype == torch.bool)]  # fmt: skip
+        if not parts:
+            return
+        places = [place for p in parts for place in (p.long().argmax(0), p.long().argmin(0))]
+        x, _ = split.take(torch.cat(places).unique()[:256])
+        try:
+            task.predict(task.params, task.buffers, x)
+        except Exception as error:
+            found = " and ".join(f"{int(p.min())} … {int(p.max())}" for p in parts)
+            raise BadInput(f"the model fails on {name} data, where the integers of x are {found}: "
+                           f"{cause(error)}") from error  # fmt: skip
 
 
 def _with_own_loss(task: Task, federation: Federation, curvature: bool, alone: bool) -> Task:
