@@ -122,9 +122,20 @@ def test_a_sweep_from_a_dict_stores_what_the_command_stores(
     assert (found.status.done, found.status.cells) == (8, 8)
     assert repr(found) == f"<Sweep: 8 of 8 runs are done in {tmp_path / 'b'}>"
     histories = found.histories()
-    assert set(histories) == {"FedAvg (lr 0.1)", "FedAvg (lr 0.5)", "TERM (tilt 1.0, lr 0.1)",
-                              "TERM (tilt 1.0, lr 0.5)"}  # fmt: skip
+    methods = ("FedAvg", "TERM")
+    assert set(histories) == {f"{method} (lr {lr})" for method in methods for lr in (0.1, 0.5)}
     assert [h.provenance["seed"] for h in histories["FedAvg (lr 0.1)"]] == [0, 1]
+
+
+def test_names_of_histories_have_what_distinguishes_them(tmp_path: Path) -> None:
+    """Not an alpha that all runs share, as in docs/python.md."""
+    digits = {**GRID, "data": {"name": "digits", "clients": 3}, "train": {"rounds": 1},
+              "partition": {"name": "dirichlet", "alpha": 0.5}}  # fmt: skip
+    given = ("sweep.seeds=1", 'sweep.methods=["fedavg"]')
+    found = fv.sweep(digits, *given, out=tmp_path)
+    assert set(found.histories()) == {"FedAvg (lr 0.1)", "FedAvg (lr 0.5)"}
+    found = fv.sweep(digits, *given, "sweep.lr=[0.1]", "sweep.alpha=[0.5, 1.0]", out=tmp_path)
+    assert set(found.histories()) == {"FedAvg (alpha 0.5)", "FedAvg (alpha 1.0)"}
 
 
 def test_a_sweep_takes_overrides_plans_and_parts(tmp_path: Path) -> None:

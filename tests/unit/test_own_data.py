@@ -472,6 +472,7 @@ def test_arrays_of_objects_are_read_if_they_hold_numbers():
 @pytest.mark.parametrize(("options", "message"), [
     ({"train": [(torch.eye(4).to_sparse(), [0, 1, 0, 1])]}, "it is sparse; give x.to_dense"),
     ({"train": [([[1, 2], [1]], [0, 1])]}, "rows of different lengths"),
+    ({"train": [(np.ma.masked_less([[1.0], [-9.0]], 0), [0, 1])]}, "some of its values are masked"),
     ({"client_names": 3}, "give a list of names"),
     ({"client_names": "ab"}, "give a list of names"),
     ({"client_names": [1, 2]}, "1 is a int; give one string each"),
@@ -542,7 +543,8 @@ def test_which_clients_is_never_guessed():
     assert whole.hold_out(["1"])[1].client_names == ("1",)
     with pytest.raises(BadInput, match="client 1 is the name of one client and the number of '2'"):
         whole.hold_out([1])
-    for wrong, message in (([], "no client is left"), ([9], "clients 0 to 1"), ("a", "unknown")):
+    for wrong, message in (([], "no client is left"), ([9], "clients 0 to 1"),
+                           ("12", "give a list of ids"), (1, "give a list of ids")):  # fmt: skip
         with pytest.raises(BadInput, match=message):
             whole.only(wrong)
     with pytest.raises(BadInput, match="seed = -1"):

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -244,6 +245,49 @@ def test_losses_that_fail_say_so() -> None:
             loss=lambda outputs, y: outputs @ y)  # fmt: skip
 
 
+def entropy(outputs: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, y, reduction="none")
+
+
+def by_frequency(outputs: Tensor, y: Tensor) -> Tensor:
+    """Weights of classes from the batch: pooled clients would change each other's."""
+    return entropy(outputs, y) / (y[:, None] == y).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (by_frequency, ["in a batch", "alone", "must not depend on the other samples"]),
+        (lambda outputs, y: entropy(outputs / outputs.std(), y), ["must not depend"]),
+        (lambda outputs, y: entropy(outputs, y) * torch.rand(len(y)), ["nor on chance"]),
+        (lambda outputs, y: entropy(outputs.squeeze(), y), ["one value per sample (1,), not ()"]),
+        (lambda outputs, y: entropy(outputs.detach(), y), ["cannot be differentiated"]),
+        (lambda outputs, y: (outputs.argmax(1) != y).float(), ["cannot be differentiated"]),
+        (lambda outputs, y: entropy(outputs, y.clamp_(min=1)), ["changes outputs or targets"]),
+        (lambda outputs, y: entropy(outputs.mul_(2), y), ["changes outputs or targets"]),
+    ],
+)  # fmt: skip
+def test_a_loss_of_ones_own_is_tested(loss: Callable, words: list[str]) -> None:
+    before = DATA.train.y.clone()
+    for engine in ("auto", "reference"):
+        refused(*words, loss=loss, engine=engine)
+    assert torch.equal(DATA.train.y, before)
+
+
+def test_a_loss_that_vmap_refuses_is_trained_client_by_client() -> None:
+    def one_hot(outputs: Tensor, y: Tensor) -> Tensor:
+        return -(nn.functional.one_hot(y, 3) * outputs.log_softmax(1)).sum(1)
+
+    given = {"rounds": 3, "evaluate_splits": ("train",), "dtype": torch.float64, "local_steps": 2}
+    with pytest.warns(UserWarning, match="has a loss that does not run under torch.func.vmap"):
+        found = fv.train("multinomial", DATA, fv.FairGrad(0.1), loss=one_hot, **given)
+    expected = fv.train("multinomial", DATA, fv.FairGrad(0.1), **given)
+    assert found.provenance["engine"] == "reference"
+    for name, leaf in expected.model.items():
+        assert float((found.model[name] - leaf).abs().max()) <= 1e-10
+    refused("has a loss that", loss=one_hot, engine="vmapped")
+
+
 def test_next_tokens() -> None:
     """Targets (b, T) are labels of positions; a loss of one's own trains on them as well."""
     draw = torch.Generator().manual_seed(0)
@@ -274,6 +318,28 @@ def test_next_tokens() -> None:
     y[1, 3] = 9
     with pytest.raises(fv.BadInput, match="client 0, sample 1: label 9 is outside 0 … 4"):
         fv.Federation.from_arrays([(pairs[0][0], y)], classes=5)
+
+
+def test_tokens_that_the_embedding_lacks() -> None:
+    """In any sample and split, before training; corrected data are trained on at once, which were
+    refused with the findings of the wrong ones."""
+
+    def data(train: int, test: int) -> fv.Federation:
+        tokens = [torch.ones(9, 4, dtype=torch.int64) for _ in range(2)]
+        tokens[0][7, 2], tokens[1][8, 1] = train, test
+        pairs = [[(x, torch.arange(9) % 2)] * 2 for x in tokens]
+        return fv.Federation.from_arrays(pairs[0], test=pairs[1])
+
+    model = nn.Sequential(nn.Embedding(3, 4), nn.Flatten(), nn.Linear(16, 2))
+    refused("fails on train data", "1 … 3: index out of range", model=model, data=data(3, 1))
+    refused("fails on test data", "-1 … 1: index out of range", model=model, data=data(1, -1))
+    finite(fv.train(model, data(2, 0), fv.FedAvg(), 1))
+    huge = fv.Federation.from_arrays([(1e38 * torch.ones(5, 3), torch.arange(5) % 2)])
+    model = nn.Sequential(nn.Linear(3, 7), nn.Linear(7, 2))
+    model[0].weight.data.fill_(9.0)
+    refused("outputs that are not finite", model=model, data=huge)
+    small = fv.Federation.from_arrays([(torch.ones(5, 3), torch.arange(5) % 2)] * 2)
+    finite(fv.train(model, small, fv.FedAvg(), 1))
 
 
 # -- data of the wrong form ------------------------------------------------------------------------
@@ -353,6 +419,19 @@ def test_a_method_that_returns_weights_alone_is_refused(engine: str) -> None:
     data = fv.Federation.from_arrays([pair] * 2)  # two weights could be taken for the two things
     with pytest.raises(fv.BadInput, match="must return two things: weights, memory"):
         fv.train("multinomial", data, WithoutMemory(), rounds=1, engine=engine)
+
+
+@pytest.mark.parametrize("memory", [{"last": torch.ones(1)}, None, ["last"]])
+def test_memory_that_a_run_could_not_continue_from_is_refused(memory: object) -> None:
+    """It was trained, and stored, and the error of the continuation contradicted itself."""
+    config.update("jaxtyping_disable", True)
+
+    class Remembers(fv.Method, frozen=True):
+        def weigh(self, before: dict, replies: Replies) -> tuple:  # type: ignore[override]
+            return replies.share, memory
+
+    for engine in ("auto", "reference"):
+        refused("names that initial_memory gives, []", method=Remembers(), engine=engine)
 
 
 def test_a_method_that_returns_weights_alone_is_refused_for_secure_sums() -> None:

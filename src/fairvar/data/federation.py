@@ -169,6 +169,9 @@ class Federation:
 
     def only(self, clients: Sequence[int | str]) -> Federation:
         """Some of the clients, by id or name, numbered from 0 in this order."""
+        clients = as_python(clients)
+        if isinstance(clients, str) or not isinstance(clients, Iterable):
+            raise BadInput(f"only({shown(clients)}): give a list of ids or names")
         ids = [own_data.client_id(i, self.clients, self.client_names) for i in clients]
         if not ids:
             raise BadInput("no client is left; name at least one")
@@ -495,6 +498,8 @@ def _array(values: Any, part: str, client: int, name: str) -> np.ndarray | Tenso
         array = values.detach().cpu() if own else np.asarray(values)
         if own and values.layout != torch.strided:
             raise ValueError("it is sparse; give x.to_dense()")
+        if np.ma.is_masked(values):  # numpy would take what is below the mask
+            raise ValueError("some of its values are masked; fill or drop them")
         if not own:
             if array.dtype.kind == "O":  # numbers, or arrays of equal length, as objects
                 array = np.asarray(array.tolist())

@@ -66,19 +66,43 @@ def check_loss(loss: LossFunction, outputs: Tensor, targets: Tensor, classes: in
             f"{tuple(outputs.shape[1:])}; if a sample has one label, "
             "give y as an array (samples,)"
         )
+    values = _values(loss, outputs, targets)
+    if not bool(torch.isfinite(values).all()):
+        raise BadInput("the loss of the initial model is not finite; check the data and the model")
+
+
+def check_alone(loss: LossFunction, outputs: Tensor, targets: Tensor) -> None:
+    """Refuse a loss that mixes samples: kernels and evaluation pool those of several clients."""
+    values = _values(loss, outputs, targets).double()
+    for i, together in enumerate(values.tolist()):
+        alone = float(_values(loss, outputs[i : i + 1], targets[i : i + 1]))
+        if abs(alone - together) > 1e-4 * float(values.abs().max()):  # not of nan
+            raise BadInput(
+                f"the loss of a sample is {together:.4g} in a batch and {alone:.4g} alone, but it "
+                "must not depend on the other samples, nor on chance; take class weights and the "
+                "like from all data before training"
+            )
+
+
+def _values(loss: LossFunction, outputs: Tensor, targets: Tensor) -> Tensor:
+    """The losses of samples, one each; of copies, since a loss may change its arguments."""
     shapes = f"outputs of shape {tuple(outputs.shape)}, targets of shape {tuple(targets.shape)}"
+    given = outputs.clone(), targets.clone()
     try:
-        values = loss(outputs, targets)
+        values = loss(*given)
     except Exception as error:
         raise BadInput(f"the loss fails on {shapes}: {cause(error)}") from error
+    for now, before in zip(given, (outputs, targets), strict=True):
+        if not torch.allclose(now, before, rtol=0, atol=0, equal_nan=True):
+            raise BadInput("the loss changes outputs or targets in place; let it change copies, "
+                           "such as outputs.clone()")  # fmt: skip
     if not isinstance(values, Tensor) or values.shape != (len(targets),):
         found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise BadInput(
             f"the loss must give one value per sample ({len(targets)},), not {found}; torch's own "
             'losses do so with reduction="none" and a mean over further axes'
         )
-    if not bool(torch.isfinite(values).all()):
-        raise BadInput("the loss of the initial model is not finite; check the data and the model")
+    return values
 
 
 def choose_metric(given: object, loss: str | LossFunction, classes: int | None) -> Metric:

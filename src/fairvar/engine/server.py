@@ -39,13 +39,17 @@ Total = Callable[[Tensor, Tensor | float], Tree]
 
 
 def weighed(method: Method, memory: Memory, replies: Replies) -> tuple[Tensor, Memory]:
-    """What a method's `weigh` returns, if it is both a weight for every reply and memory."""
+    """What a method's `weigh` returns, if it is a weight for every reply and the same memory."""
     found: object = method.weigh(memory, replies)
     if not (isinstance(found, tuple) and len(found) == 2):
         raise BadInput(f"weigh of {method.label} must return two things: weights, memory")
     if getattr(found[0], "shape", None) != replies.share.shape:
         raise BadInput(f"weigh of {method.label} must return a tensor with one weight for each of "
                        f"the {len(replies.share)} replies, not {shown(found[0])}")  # fmt: skip
+    names = sorted(found[1]) if isinstance(found[1], dict) else found[1]
+    if names != sorted(memory):  # no state with it could be continued
+        raise BadInput(f"weigh of {method.label} must return memory with the names that "
+                       f"initial_memory gives, {sorted(memory)}, not {shown(names)}")  # fmt: skip
     return found
 
 

@@ -14,7 +14,9 @@ from fairvar.common.tree import Inputs, Tree, input_parts, map_inputs
 from fairvar.data.federation import Federation
 from fairvar.engine.batches import Batch
 from fairvar.engine.losses import (
+    LOSSES,
     LossFunction,
+    check_alone,
     check_loss,
     choose_metric,
     has_answers,
@@ -23,7 +25,7 @@ from fairvar.engine.losses import (
 from fairvar.engine.settings import TrainSettings
 from fairvar.errors import BadInput, cause
 from fairvar.models import Problem, build
-from fairvar.models.check import Findings, examine, repr_is_complete
+from fairvar.models.check import Findings, examine, examine_loss, repr_is_complete
 from fairvar.models.norm import apply, call, dropout_layers, swap_batch_norm, swap_dropout
 from fairvar.models.plain import plain_layers, swap_convolutions
 from fairvar.scores import ACCURACY, Metric
@@ -153,9 +155,12 @@ def _examined(module: nn.Module, sample: Inputs, curvature: bool) -> Findings:
     trained = tuple(p.requires_grad for p in module.parameters())
     outline = str(map_inputs(lambda part: (part.shape, part.dtype, part.device), sample))
     key = (repr(module), trained, outline, curvature)
-    if key not in _FOUND:
-        _FOUND[key] = examine(module, sample, curvature=curvature)
-    return _FOUND[key]
+    if key in _FOUND:
+        return _FOUND[key]
+    found = examine(module, sample, curvature=curvature)
+    if not any(problem.fatal for problem in found.problems):  # others may be of the data
+        _FOUND[key] = found
+    return found
 
 
 def _examined_alone(module: nn.Module, sample: Inputs, curvature: bool) -> Findings:
@@ -202,19 +207,60 @@ def make_task(
         half=settings.precision == "bfloat16",
     )
     with torch.no_grad():
+        if not alone:
+            _check_integers(task, federation)
         outputs = task.predict(params, buffers, sample)
         check_loss(function, outputs, targets, federation.classes)
         classifies = has_answers(outputs, targets, federation.classes)
         scored_by = choose_metric(metric, loss, federation.classes if classifies else None)
         if scored_by.function is not None and not alone:
             scored_by(outputs, targets)
-        return replace(
+        task = replace(
             task,
             classifies=classifies,
             metric=scored_by,
             moving_buffers=_moves_buffers(task, sample),
             activations=_activation_floats(task, sample),
         )
+    own = function not in LOSSES.values()
+    return _with_own_loss(task, federation, curvature, alone) if own else task
+
+
+def _check_integers(task: Task, federation: Federation) -> None:
+    """Refuse tokens that an embedding lacks: the model is applied to samples with the largest and
+    smallest integers of each position, in every split."""
+    for name, split in federation.splits.items():
+        parts = [part.reshape(len(part), -1) for part in input_parts(split.x).values()
+                 if not (part.is_floating_point() or part.dtype == torch.bool)]  # fmt: skip
+        if not parts:
+            return
+        places = [place for p in parts for place in (p.long().argmax(0), p.long().argmin(0))]
+        x, _ = split.take(torch.cat(places).unique()[:256])
+        try:
+            task.predict(task.params, task.buffers, x)
+        except Exception as error:
+            found = " and ".join(f"{int(p.min())} … {int(p.max())}" for p in parts)
+            raise BadInput(f"the model fails on {name} data, where the integers of x are {found}: "
+                           f"{cause(error)}") from error  # fmt: skip
+
+
+def _with_own_loss(task: Task, federation: Federation, curvature: bool, alone: bool) -> Task:
+    """Test the derivatives of a loss of the user's, and whether it treats samples alone. With one
+    that vmap refuses clients train one after another, as with such a model."""
+    total = len(federation.train.y)  # of many clients, for different targets
+    rows = torch.linspace(0, total - 1, min(total, 16)).long().to(federation.train.device)
+    x, targets = federation.train.take(rows)
+    with torch.no_grad():
+        outputs = task.predict(task.params, task.buffers, x)
+        check_alone(task.loss, outputs, targets)
+    found = examine_loss(task.loss, outputs, targets, together=not alone, curvature=curvature)
+    if fatal := [problem for problem in found.problems if problem.fatal]:
+        raise BadInput("the loss " + "; ".join(fatal))
+    return replace(
+        task,
+        loop_only=(*task.loop_only, *(f"has a loss that {problem}" for problem in found.problems)),
+        reverse_over_forward=task.reverse_over_forward and found.reverse_over_forward,
+    )
 
 
 def _placed(model: nn.Module | str, federation: Federation, settings: TrainSettings) -> nn.Module:

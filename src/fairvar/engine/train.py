@@ -108,7 +108,8 @@ def train(
     images of 32×32 are a million times larger than on 32 (benchmarks/small_batches.py).
     local_steps: steps of every client in a round.
     local_epochs: passes over the client's samples in a round, instead of local_steps.
-    loss: "cross_entropy", "mse" (½ squared error) or (outputs, targets) -> one loss per sample.
+    loss: "cross_entropy", "mse" (½ squared error) or (outputs, targets) -> one loss per sample,
+    which must not depend on the other samples.
     With labels the model has one output per class, and the largest is its prediction.
     engine: "auto" picks the linear, pooled, blocked or vmapped path; "reference" is a plain loop.
     evaluate_every: evaluate all clients after every so many rounds, and after the last.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,16 +104,51 @@ def examine(
     found = Findings([*_parameter_problems(module), *_layer_problems(module)])
     if inputs is None or any(is_lazy(p) for p in module.parameters()):
         return found
-    module, device = swap_dropout(module), one_input(inputs).device
-    devices = [device] if device.type == "cuda" else []
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=devices):
-        warnings.simplefilter("ignore")  # of vmap: operations without a batching rule
-        wrong = list(_pass_problems(module, inputs, targets, classes))
-        together = together and not found.problems
-        found.problems += wrong
+    together = together and not found.problems
+    with _restoring(inputs):
+        module = swap_dropout(module)
+        found.problems += _pass_problems(module, inputs, targets, classes)
         if not any(problem.fatal for problem in found.problems):
             _try_engines(found, module, inputs, together, curvature)
     return found
+
+
+class _Losses(nn.Module):
+    """A loss as a module: of outputs times a parameter, by which it is differentiated."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor) -> None:
+        super().__init__()
+        self.loss, self.factor = loss, nn.Parameter(torch.ones_like(outputs[0]))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(outputs * self.factor, targets)
+
+
+def examine_loss(
+    loss: Callable[[Tensor, Tensor], Tensor],
+    outputs: Tensor,
+    targets: Tensor,
+    together: bool = True,
+    curvature: bool = True,
+) -> Findings:
+    """The tests of `examine` on a loss per sample."""
+    module, inputs = _Losses(loss, outputs), (outputs, targets)
+    found = Findings([])
+    with _restoring(inputs):
+        found.problems += _pass_problems(module, inputs, None, None)
+        if not found.problems:
+            _try_engines(found, module, inputs, together, curvature)
+    return found
+
+
+@contextmanager
+def _restoring(inputs: Inputs) -> Iterator[None]:
+    """Restores the random generators, and is silent about operations that vmap has no rule for."""
+    device = one_input(inputs).device
+    devices = [device] if device.type == "cuda" else []
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=devices):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def repr_is_complete(module: nn.Module) -> bool:

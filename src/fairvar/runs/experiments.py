@@ -88,14 +88,15 @@ class Sweep:
         label, with what distinguishes them where a method has several configurations."""
         about = [{k: v for k, v in row.items() if k not in ("run", "seed")}
                  for row in differences(self.cells)]  # fmt: skip
-        kinds = {(row["method"], str(row)) for row in about}
-        several = {label for label, _ in kinds if sum(one == label for one, _ in kinds) > 1}
+        first = {row["method"]: row for row in reversed(about)}
+        varying = {(row["method"], key) for row in about for key in {**row, **first[row["method"]]}
+                   if row.get(key) != first[row["method"]].get(key)}  # fmt: skip
         found: dict[str, list[History]] = {}
         for cell, row in zip(self.cells, about, strict=True):
-            folder, label = run_folder(cell, self.folder), str(row.pop("method"))
-            more = ", ".join(f"{key} {value}" for key, value in row.items())
+            folder, label = run_folder(cell, self.folder), row["method"]
+            more = [f"{key} {value}" for key, value in row.items() if (label, key) in varying]
             if is_complete(folder):
-                name = f"{label} ({more})" if label in several else label
+                name = f"{label} ({', '.join(more)})" if more else label
                 found.setdefault(name, []).append(StoredRun.open(folder).history())
         return found
 
