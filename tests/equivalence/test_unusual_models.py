@@ -190,6 +190,30 @@ class OwnFunction(Net):
         return Doubles.apply(x)
 
 
+class Shapes(Net):
+    """Parameters without axes, and without numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(0.7))
+        self.nothing = nn.Parameter(torch.zeros(0, 2))
+
+    def between(self, x: Tensor) -> Tensor:
+        return self.factor * x + self.nothing.sum()
+
+
+class Mixes(Net):
+    def between(self, x: Tensor) -> Tensor:
+        return x - x.mean(0) / 2
+
+
+class MixesOutsideTraining(Net):
+    """Such as a batch norm without running statistics."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return x if self.training else x - x.mean(0) / 2
+
+
 VECTORISED = (Attention, Transformer, Constant, NotKept, Grows, Unused, Tied, Frozen)
 LOOPED = (Recurrent, Averages, Branches, AsksTheHost, Selects, WritesInPlace, Counts, OwnFunction)
 METHODS = (fv.FedAvg(), fv.QFFL(1.0), fv.FairLoss(0.5), fv.FairGrad(0.3, exact=True))
@@ -267,6 +291,35 @@ def test_the_reference_loop_takes_the_rest(kind: type[Net], method: fv.Method) -
         run(model, method, "vmapped")
 
 
+@pytest.mark.parametrize(
+    "method", [fv.QFFL(1.0), fv.FairLoss(2.0, bound=0.1), fv.FedMGDA()], ids=lambda m: m.label
+)
+@pytest.mark.parametrize("more", [{}, {"local_steps": 2}], ids=["step", "steps"])
+def test_parameters_of_any_shape(method: fv.Method, more: dict) -> None:
+    model = built(Shapes)
+    expected = run(model, method, "reference", clip_norm=0.5, **more)
+    found = run(model, method, clip_norm=0.5, **more)
+    assert found.provenance["engine"] != "reference"
+    assert found.provenance["engine"] != "reference"
+    assert max(distance(found, expected).values()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", [Mixes, MixesOutsideTraining], ids=lambda k: k.__name__)
+def test_scores_are_of_a_clients_own_samples(kind: type[Net]) -> None:
+    """Neither other clients' samples nor padding change them."""
+    model = built(kind)
+    (problem,) = check_model(model, DATA.train.x[:4].float())
+    assert "samples of a batch influence each other" in problem
+    history = run(model, fv.TERM(1.0), rounds=1, lr=1e-9)
+    model.double().eval()
+    for i in range(DATA.clients):
+        x, y = DATA.test.of(i)
+        loss = nn.functional.cross_entropy(model(x), y).item()
+        for which in ("global", "local"):
+            found = float(history.evaluated_loss["test", which][0, i])
+            assert found == pytest.approx(loss, rel=1e-7), (i, which)
+
+
 def test_a_buffer_that_counts_passes_counts_those_of_training_only() -> None:
     """Three rounds of one step: three passes, whatever was evaluated in between."""
     history = run(built(Counts), fv.FedAvg(), evaluate_every=1)
@@ -320,6 +373,66 @@ def test_losses_without_curvature() -> None:
     for path in ("vmapped", "blocked"):
         found = run(model, fv.FairGrad(0.3), path, loss=hinge)
         assert max(distance(found, expected).values()) <= TOLERANCE
+
+
+def cross_entropies(outputs: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, y, reduction="none")
+
+
+OWN_LOSSES: dict[str, tuple[Any, str]] = {
+    "one-hot targets": (  # calls .item()
+        lambda outputs, y: (outputs - nn.functional.one_hot(y, CLASSES)).square().sum(1),
+        "has a loss that does not run under torch.func.vmap",
+    ),
+    "no forward derivative": (
+        lambda outputs, y: nn.functional.huber_loss(
+            outputs, torch.eye(CLASSES, dtype=outputs.dtype)[y], reduction="none"
+        ).sum(1),
+        "has a loss that does not run under torch.func.vmap",
+    ),
+    "mixes": (
+        lambda outputs, y: cross_entropies(outputs - outputs.mean(0), y),
+        "has a loss that lets the samples of a batch influence each other",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_LOSSES)
+def test_losses_for_one_client_after_another(kind: str) -> None:
+    loss, reason = OWN_LOSSES[kind]
+    model, given = nn.Sequential(nn.Flatten(), nn.Linear(20, CLASSES)), {"rounds": 2, "lr": 0.1}
+    with pytest.warns(UserWarning, match=f"one after another: the model {reason}"):
+        history = fv.train(model, DATA, fv.FairGrad(0.3), loss=loss, **given)
+    assert history.provenance["engine"] == "reference"
+    with pytest.raises(fv.BadInput, match="cannot run this model"):
+        run(model, fv.FairGrad(0.3), "blocked", loss=loss)
+
+
+def test_a_mixing_loss_is_evaluated_on_a_clients_own_samples() -> None:
+    loss, _ = OWN_LOSSES["mixes"]
+    model = nn.Sequential(nn.Flatten(), nn.Linear(20, CLASSES)).double()
+    history = run(model, fv.FedAvg(), rounds=1, lr=1e-9, loss=loss)
+    for i in range(DATA.clients):
+        x, y = DATA.test.of(i)
+        expected = loss(model(x), y).mean().item()
+        assert float(history.evaluated_loss["test", "global"][0, i]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (lambda o, y: (o.argmax(1) != y).double(), "cannot be differentiated: "),
+        (lambda o, y: torch.cdist(o, o).diagonal() + o.sum(1), "cannot be differentiated twice"),
+        (lambda o, y: cross_entropies(o, y).squeeze(), "fails on a single sample"),
+        (lambda o, y: cross_entropies(o + torch.rand_like(o), y), "other values in a second pass"),
+    ],
+    ids=["labels", "once", "squeezed", "random"],
+)
+def test_losses_that_cannot_be_trained_are_refused(loss: Any, reason: str) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(20, CLASSES))
+    for engine in ("auto", "reference"):
+        with pytest.raises(fv.BadInput, match=f"the loss .*{reason}"):
+            run(model, fv.FairGrad(0.3), engine, loss=loss)
 
 
 def test_tokens_are_trained_in_the_precision_that_was_asked_for() -> None:

@@ -95,10 +95,15 @@ def typed_as(mean: Tree, model: Tree) -> Tree:
     return found
 
 
+def rows(leaf: Tensor) -> Tensor:
+    """One row for each leading index; a parameter may be a single number, or none."""
+    return leaf.unsqueeze(-1).flatten(1)
+
+
 def squared_norm(tree: Tree, batched: bool = False) -> Tensor:
     """‖tree‖² over all leaves; one number per leading index if `batched`."""
-    start = 1 if batched else 0
-    return torch.stack([x.square().flatten(start).sum(-1) for x in tree.values()]).sum(0)
+    shaped = rows if batched else torch.flatten
+    return torch.stack([shaped(x.square()).sum(-1) for x in tree.values()]).sum(0)
 
 
 def gram(stacked: Tree) -> Tensor:
@@ -106,7 +111,7 @@ def gram(stacked: Tree) -> Tensor:
     some = next(iter(stacked.values()))
     total = torch.zeros(len(some), len(some), dtype=torch.float64, device=some.device)
     for leaf in stacked.values():
-        for part in leaf.reshape(len(leaf), -1).split(COLUMNS, 1):
+        for part in rows(leaf).split(COLUMNS, 1):
             wide = part.double()
             total += wide @ wide.T
     return (total + total.T) / 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -84,8 +85,8 @@ def evaluate_shared(
     piece: int,
     cohort: Cohort | None = None,
 ) -> Scores:
-    """One model on the samples of all clients, pooled. `cohort`: only these clients, on their
-    training split, without scores by a function."""
+    """One model on the samples of all clients, pooled, or client after client if it mixes samples.
+    `cohort`: only these clients, on their training split, without scores by a function."""
     place, rows, real = split.client, None, None
     counts, answers = split.counts_there, split.answers
     if cohort is not None and not cohort.everyone:
@@ -93,9 +94,9 @@ def evaluate_shared(
         counts, answers = cohort.counts, answers[cohort.ids]
     total = torch.zeros(2, len(counts), dtype=torch.float64, device=split.device)
     own = ByFunction(task.metric, split) if cohort is None and needs_outputs(task.metric) else None
+    cuts = split.offsets if task.mixes else [*range(0, len(place), piece), len(place)]
     with torch.no_grad():
-        for i in range(0, len(place), piece):
-            some = slice(i, i + piece)
+        for some in (slice(a, b) for a, b in pairwise(cuts) if b > a):
             x, y = split.take(some if rows is None else rows[some])
             outputs = task.predict(params, buffers, channels_last(x))
             found = _score(task, outputs, y)
@@ -109,6 +110,8 @@ def evaluate_local(
     task: Task, params: Tree, buffers: Tree, split: Split, ids: Int64[Tensor, " k"]
 ) -> Scores:
     """Each client's local model (stacked along the first axis) on that client's samples."""
+    if task.mixes:
+        return _without_padding(task, params, buffers, split, ids)
     counts = split.counts_there[ids]
     offsets = torch.tensor(split.offsets, device=ids.device)[ids]
     total = torch.zeros(2, len(ids), dtype=torch.float64, device=ids.device)
@@ -126,6 +129,18 @@ def evaluate_local(
             kept += [outputs] if own else []
     made = _by_client(task.metric, kept, split, ids) if own else None
     return _means(task, total, counts, split.answers[ids], made)
+
+
+def _without_padding(
+    task: Task, params: Tree, buffers: Tree, split: Split, ids: Int64[Tensor, " k"]
+) -> Scores:
+    """Client after client, each with all of its samples in one batch."""
+    found = []
+    for place, client in enumerate(ids.tolist()):
+        own, kept = ({k: v[place] for k, v in tree.items()} for tree in (params, buffers))
+        samples = Split(*split.of(client), split.counts[client : client + 1])
+        found.append(evaluate_shared(task, own, kept, samples, piece=1))
+    return Scores(*map(torch.cat, zip(*found, strict=True)))
 
 
 def _by_client(

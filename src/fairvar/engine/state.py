@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fairvar.common import display
 from fairvar.common.files import given_path, pack_files, write_bytes
-from fairvar.common.tree import Tree, add, expand, scale, size, subtract, zeros_like
+from fairvar.common.tree import Tree, add, expand, rows, scale, size, subtract, zeros_like
 from fairvar.engine.optimiser import PLAIN, ServerOptimiser
 from fairvar.errors import BadInput
 from fairvar.methods.base import Memory, Method
@@ -252,7 +252,7 @@ def stays_finite(outcome: Outcome, after: State) -> Bool[Tensor, " runs"]:
 
 
 def _finite_runs(tree: Tree) -> Bool[Tensor, " runs"]:
-    found = [torch.isfinite(leaf).reshape(len(leaf), -1).all(1) for leaf in tree.values()]
+    found = [rows(torch.isfinite(leaf)).all(1) for leaf in tree.values()]
     return torch.stack(found).all(0)
 
 

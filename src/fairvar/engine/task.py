@@ -19,6 +19,7 @@ from fairvar.engine.losses import (
     check_alone,
     check_loss,
     choose_metric,
+    examine_loss,
     has_answers,
     resolve_loss,
 )
@@ -51,6 +52,7 @@ class Task:
     moving_buffers: bool = False  # a training pass changes buffers that are not batch norm's
     activations: int = 1  # floats in the outputs of all layers for one sample
     metric: Metric = ACCURACY  # of the clients' scores
+    mixes: bool = False  # a sample's loss or outputs depend on the other samples of its batch
 
     @cached_property
     def apart(self) -> Task:
@@ -211,6 +213,7 @@ def make_task(
             _check_integers(task, federation)
         outputs = task.predict(params, buffers, sample)
         check_loss(function, outputs, targets, federation.classes)
+        with_loss = examine_loss(function, outputs, targets, not alone, curvature)
         classifies = has_answers(outputs, targets, federation.classes)
         scored_by = choose_metric(metric, loss, federation.classes if classifies else None)
         if scored_by.function is not None and not alone:
@@ -218,6 +221,8 @@ def make_task(
         task = replace(
             task,
             classifies=classifies,
+            loop_only=(*task.loop_only, *with_loss.problems),
+            mixes=found.mixes or with_loss.mixes,
             metric=scored_by,
             moving_buffers=_moves_buffers(task, sample),
             activations=_activation_floats(task, sample),

@@ -55,6 +55,7 @@ class Problem(str):
 class Findings:
     problems: list[Problem]
     reverse_over_forward: bool = True  # whether it gave the right second derivatives
+    mixes: bool = False  # in evaluation mode, too, a sample's outputs depend on its batch
 
 
 def check_model(
@@ -238,7 +239,7 @@ def _pass_problems(
         if found := list(_output_problems(given, samples, labels, classes)):
             yield from found
             return
-    if not _close(again, outputs):
+    if not close(again, outputs):
         yield Problem("gives other outputs in a second pass over the same batch: "
                       "remove what is random or remembers earlier passes (for dropout use "
                       "nn.Dropout layers)")  # fmt: skip
@@ -306,6 +307,19 @@ def _try_engines(
     except Exception as error:
         text = f"does not run under torch.func {LOOP}: {cause(error)}"
         found.problems.append(Problem(text, fatal=False))
+    found.mixes = _mixes(plain.eval(), _few(inputs))
+    if found.mixes and not found.problems:
+        text = ("lets the samples of a batch influence each other in evaluation: batch norm needs "
+                f"track_running_stats=True {LOOP}")  # fmt: skip
+        found.problems.append(Problem(text, fatal=False))
+
+
+def _mixes(module: nn.Module, inputs: Inputs) -> bool:
+    """Whether the outputs of a sample depend on the other samples of its batch."""
+    rows = range(len(one_input(inputs)))
+    with torch.no_grad():
+        alone = [apply(module, _some(inputs, slice(i, i + 1))) for i in rows]
+        return not close(torch.cat(alone), apply(module, inputs))
 
 
 def _changed_in_place(module: nn.Module, inputs: Inputs) -> list[str]:
@@ -368,7 +382,7 @@ def _same_together(module: nn.Module, inputs: Inputs) -> bool:
     for i in range(2):
         for (gradients, outputs), own in ((shared, model), (apart, models[i])):
             gradient, alone = once(own, buffers, samples[i])
-            if not _close(gradients[i], gradient) or not _close(outputs[i], alone):
+            if not close(gradients[i], gradient) or not close(outputs[i], alone):
                 return False
     return True
 
@@ -383,7 +397,7 @@ def _forward_over_reverse_agrees(module: nn.Module, inputs: Inputs, hessian: Ten
 
     with twice_differentiable(module):
         found = vmap(product)(stack([model] * 2), stack([buffers] * 2), _twice(inputs))
-    return _close(found[0], hessian, SECOND)
+    return close(found[0], hessian, SECOND)
 
 
 def _reverse_over_forward_agrees(module: nn.Module, inputs: Inputs, hessian: Tensor) -> bool:
@@ -400,7 +414,7 @@ def _reverse_over_forward_agrees(module: nn.Module, inputs: Inputs, hessian: Ten
 
                 return vmap(each)(_twice(inputs))[0]
 
-            return _close(_flat(grad(slope)(model)), hessian, SECOND)
+            return close(_flat(grad(slope)(model)), hessian, SECOND)
     except Exception:
         return False
 
@@ -431,9 +445,9 @@ def _mixing_problems(module: nn.Module, inputs: Inputs) -> Iterator[Problem]:
         with torch.no_grad():
             outputs, with_padding = call(module, params, buffers, padded, real)
             alone, without = call(module, params, buffers, others)
-        mixed = not _close(outputs[:-1], alone)
+        mixed = not close(outputs[:-1], alone)
         # As one vector: the mean of a single layer may be zero but for rounding.
-        mixed |= bool(without) and not _close(_flat(with_padding).double(), _flat(without).double())
+        mixed |= bool(without) and not close(_flat(with_padding).double(), _flat(without).double())
         reason = "lets the samples of a batch influence each other, so padding would leak"
     except Exception as error:
         mixed, reason = True, f"does not run on padded batches: {cause(error)}"
@@ -462,7 +476,7 @@ def _flat(tree: Tree) -> Tensor:
     return torch.cat([leaf.flatten() for leaf in tree.values()])
 
 
-def _close(a: Tensor, b: Tensor, factor: float = 1.0) -> bool:
+def close(a: Tensor, b: Tensor, factor: float = 1.0) -> bool:
     """Equal up to another order of summation."""
     tolerance = factor * {torch.float64: 1e-7, torch.float32: 1e-3}.get(a.dtype, 1e-2)
     largest = float(b.abs().max()) if b.numel() else 0.0

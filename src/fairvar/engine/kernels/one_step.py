@@ -41,6 +41,7 @@ from torch.func import grad, grad_and_value, vjp, vmap
 from fairvar.common.tree import (
     Tree,
     add,
+    rows,
     scale,
     squared_norm,
     subtract,
@@ -399,7 +400,7 @@ def _direction_norms(gradient: Tree, g: Tree | None, own: Tensor, shared: Tensor
     squares = own**2 * squared_norm(gradient, batched=True).double()
     if g is None:
         return squares
-    along = sum((gradient[name].flatten(1) @ leaf.flatten()).double() for name, leaf in g.items())
+    along = sum((rows(gradient[name]) @ leaf.flatten()).double() for name, leaf in g.items())
     return squares + 2 * own * shared * along + shared**2 * squared_norm(g).double()
 
 
