@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.func import grad, jvp, vmap
 from torch.nn import functional
 
 from fairvar.data.dataset import IGNORED
 from fairvar.errors import BadInput, cause, unknown
-from fairvar.models.check import SECOND, Findings, Problem, close
-from fairvar.models.norm import hessian_product
 from fairvar.scores import ACCURACY, LOSS, OF_LABELS, OF_NUMBERS, Metric, metric_of
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -71,21 +67,9 @@ def check_loss(loss: LossFunction, outputs: Tensor, targets: Tensor, classes: in
             "give y as an array (samples,)"
         )
     values = _values(loss, outputs, targets)
+    _values(loss, outputs[:1], targets[:1])
     if not bool(torch.isfinite(values).all()):
         raise BadInput("the loss of the initial model is not finite; check the data and the model")
-
-
-def check_alone(loss: LossFunction, outputs: Tensor, targets: Tensor) -> None:
-    """Refuse a loss that mixes samples: kernels and evaluation pool those of several clients."""
-    values = _values(loss, outputs, targets).double()
-    for i, together in enumerate(values.tolist()):
-        alone = float(_values(loss, outputs[i : i + 1], targets[i : i + 1]))
-        if abs(alone - together) > 1e-4 * float(values.abs().max()):  # not of nan
-            raise BadInput(
-                f"the loss of a sample is {together:.4g} in a batch and {alone:.4g} alone, but it "
-                "must not depend on the other samples, nor on chance; take class weights and the "
-                "like from all data before training"
-            )
 
 
 def _values(loss: LossFunction, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -107,74 +91,6 @@ def _values(loss: LossFunction, outputs: Tensor, targets: Tensor) -> Tensor:
             'losses do so with reduction="none" and a mean over further axes'
         )
     return values
-
-
-def examine_loss(
-    loss: LossFunction, outputs: Tensor, targets: Tensor, together: bool, curvature: bool
-) -> Findings:
-    """What `models.check.examine` finds of a model, of a loss that `check_loss` accepts: whether it
-    can be trained (`BadInput` if not), and on several clients `together`."""
-    if loss in LOSSES.values():
-        return Findings([])
-    devices = [outputs.device] if outputs.is_cuda else []
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=devices):
-        warnings.simplefilter("ignore")  # of vmap: operations without a batching rule
-        values, derivatives = _derivatives(loss, outputs, targets, curvature)
-        try:
-            each = range(len(outputs))
-            alone = torch.cat([loss(outputs[[i]], targets[[i]]) for i in each])
-        except Exception as error:
-            raise BadInput(f"the loss fails on a single sample: {cause(error)}") from error
-        if not close(loss(outputs.clone(), targets), values):
-            raise BadInput("the loss gives other values in a second pass over the same batch: "
-                           "remove what is random or remembers earlier passes")  # fmt: skip
-        reason, mixes = "", not close(alone, values)
-        if mixes:
-            reason = "lets the samples of a batch influence each other"
-        elif together:
-            reason = _vmap_problem(loss, outputs, targets, derivatives)
-    return Findings([Problem(f"has a loss that {reason}", fatal=False)] if reason else [],
-                    mixes=mixes)  # fmt: skip
-
-
-def _derivatives(
-    loss: LossFunction, outputs: Tensor, targets: Tensor, curvature: bool
-) -> tuple[Tensor, list[Tensor]]:
-    """The losses, their slope in the outputs and, for curvature, the second derivative along
-    cos(outputs). (Along ones that of the cross-entropy is zero.)"""
-    what, at = "cannot be differentiated", outputs.detach().clone().requires_grad_()
-    try:
-        with torch.enable_grad():
-            values = loss(at.clone(), targets)  # a clone, because it may change outputs in place
-            slope = torch.autograd.grad(values.sum(), at, create_graph=curvature)
-            if not curvature:
-                return values.detach(), [*slope]
-            what = "cannot be differentiated twice, which FairGrad needs and no other method"
-            second = hessian_product(slope, [at], [at.detach().cos()])
-        return values.detach(), [slope[0].detach(), *second]
-    except Exception as error:
-        raise BadInput(f"the loss {what}: {cause(error)}") from error
-
-
-def _vmap_problem(
-    loss: LossFunction, outputs: Tensor, targets: Tensor, derivatives: list[Tensor]
-) -> str:
-    """Compare the derivatives for two clients under vmap with these."""
-
-    def slope(at: Tensor, y: Tensor) -> Tensor:
-        return grad(lambda o: loss(o.clone(), y).sum())(at)
-
-    def second(at: Tensor, y: Tensor) -> Tensor:
-        return jvp(lambda o: slope(o, y), (at,), (at.cos(),))[1]
-
-    pair = [torch.stack([part, part.flip(0)]) for part in (outputs, targets)]
-    try:
-        for function, expected in zip((slope, second), derivatives, strict=False):
-            if not close(vmap(function)(*pair)[0], expected, SECOND):
-                return "gives other numbers under torch.func.vmap"
-    except Exception as error:
-        return f"does not run under torch.func.vmap: {cause(error)}"
-    return ""
 
 
 def choose_metric(given: object, loss: str | LossFunction, classes: int | None) -> Metric:

@@ -16,10 +16,8 @@ from fairvar.engine.batches import Batch
 from fairvar.engine.losses import (
     LOSSES,
     LossFunction,
-    check_alone,
     check_loss,
     choose_metric,
-    examine_loss,
     has_answers,
     resolve_loss,
 )
@@ -206,6 +204,7 @@ def make_task(
         classifies=federation.classes is not None,
         loop_only=tuple(p for p in found.problems if not p.fatal),
         reverse_over_forward=found.reverse_over_forward,
+        mixes=found.mixes,
         half=settings.precision == "bfloat16",
     )
     with torch.no_grad():
@@ -213,7 +212,6 @@ def make_task(
             _check_integers(task, federation)
         outputs = task.predict(params, buffers, sample)
         check_loss(function, outputs, targets, federation.classes)
-        with_loss = examine_loss(function, outputs, targets, not alone, curvature)
         classifies = has_answers(outputs, targets, federation.classes)
         scored_by = choose_metric(metric, loss, federation.classes if classifies else None)
         if scored_by.function is not None and not alone:
@@ -221,8 +219,6 @@ def make_task(
         task = replace(
             task,
             classifies=classifies,
-            loop_only=(*task.loop_only, *with_loss.problems),
-            mixes=found.mixes or with_loss.mixes,
             metric=scored_by,
             moving_buffers=_moves_buffers(task, sample),
             activations=_activation_floats(task, sample),
@@ -250,14 +246,13 @@ def _check_integers(task: Task, federation: Federation) -> None:
 
 
 def _with_own_loss(task: Task, federation: Federation, curvature: bool, alone: bool) -> Task:
-    """Test the derivatives of a loss of the user's, and whether it treats samples alone. With one
-    that vmap refuses clients train one after another, as with such a model."""
+    """Test a loss of the user's. With one that vmap refuses, or that lets samples influence each
+    other, clients train one after another, as with such a model."""
     total = len(federation.train.y)  # of many clients, for different targets
     rows = torch.linspace(0, total - 1, min(total, 16)).long().to(federation.train.device)
     x, targets = federation.train.take(rows)
     with torch.no_grad():
         outputs = task.predict(task.params, task.buffers, x)
-        check_alone(task.loss, outputs, targets)
     found = examine_loss(task.loss, outputs, targets, together=not alone, curvature=curvature)
     if fatal := [problem for problem in found.problems if problem.fatal]:
         raise BadInput("the loss " + "; ".join(fatal))
@@ -265,6 +260,7 @@ def _with_own_loss(task: Task, federation: Federation, curvature: bool, alone: b
         task,
         loop_only=(*task.loop_only, *(f"has a loss that {problem}" for problem in found.problems)),
         reverse_over_forward=task.reverse_over_forward and found.reverse_over_forward,
+        mixes=task.mixes or found.mixes,
     )
 
 

@@ -108,8 +108,8 @@ def train(
     images of 32×32 are a million times larger than on 32 (benchmarks/small_batches.py).
     local_steps: steps of every client in a round.
     local_epochs: passes over the client's samples in a round, instead of local_steps.
-    loss: "cross_entropy", "mse" (½ squared error) or (outputs, targets) -> one loss per sample,
-    which must not depend on the other samples.
+    loss: "cross_entropy", "mse" (½ squared error) or (outputs, targets) -> one loss per sample;
+    if it depends on the other samples of a batch, clients are trained one after another.
     With labels the model has one output per class, and the largest is its prediction.
     engine: "auto" picks the linear, pooled, blocked or vmapped path; "reference" is a plain loop.
     evaluate_every: evaluate all clients after every so many rounds, and after the last.

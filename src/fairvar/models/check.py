@@ -307,7 +307,7 @@ def _try_engines(
     except Exception as error:
         text = f"does not run under torch.func {LOOP}: {cause(error)}"
         found.problems.append(Problem(text, fatal=False))
-    found.mixes = _mixes(plain.eval(), _few(inputs))
+    found.mixes = _mixes(plain.eval(), inputs)
     if found.mixes and not found.problems:
         text = ("lets the samples of a batch influence each other in evaluation: batch norm needs "
                 f"track_running_stats=True {LOOP}")  # fmt: skip
