@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +24,6 @@ import fairvar as fv
 from checks import METHODS
 from fairvar.deploy.flower import new_app
 from fairvar.deploy.flower.setup import read_setup
-from fairvar.deploy.flower.transport import raised_by_app
 
 pytestmark = pytest.mark.deployment
 RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}  # loopback only
@@ -86,28 +84,3 @@ def test_the_app_in_the_simulation_runtime(method: fv.Method, folder: Path, tmp_
         lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10)),
     )
     same_as_engines(setup, run)
-
-
-def test_the_exception_of_an_app_within_a_simulation() -> None:
-    """Ray wraps it, and Flower quotes what ray made of it: a traceback of a whole page."""
-    from flwr.clientapp.client_app import ClientAppException
-    from ray.exceptions import RayTaskError
-
-    def quoted(error: Exception) -> str:
-        try:
-            try:
-                raise error
-            except Exception as inner:
-                raise ClientAppException(str(inner)) from inner  # as Flower's actor does
-        except ClientAppException as outer:
-            text, facts = traceback.format_exc(), {"proctitle": "actor", "pid": 1, "ip": "::1"}
-            found = RayTaskError("run", text, outer, **facts).make_dual_exception_instance()
-            assert "ray.exceptions.RayTaskError(ClientAppException)" in str(type(found))
-            return raised_by_app(f"Flower's error 2: {type(found)}:<'{found}'>")
-
-    assert quoted(fv.BadInput("lyon.csv, line 3: age is ''")) == (
-        "BadInput: lyon.csv, line 3: age is ''"
-    )
-    assert quoted(KeyError("ill")) == "KeyError: 'ill'"
-    assert quoted(ValueError("two\nlines")) == "ValueError: two\nlines"
-    assert quoted(ValueError()) == "ValueError"

@@ -255,15 +255,10 @@ def opened(reply: Reply, read: Callable[[Envelope], T]) -> T | BadMessage:
 def error_of(reply: Envelope) -> BadMessage:
     # Late by the SuperLink's clock, which may be ahead of this machine's.
     late = reply.error.code == ErrorCode.MESSAGE_UNAVAILABLE
-    text = raised_by_app(f"Flower's error {reply.error.code}: {reply.error.reason or ''}")
+    text = reply.error.reason or ""
+    raised = QUOTED.search(text)
+    text = f"{raised[1]}: {raised[2]}" if raised else f"Flower's error {reply.error.code}: {text}"
     return BadMessage(Reason.NO_REPLY if late else Reason.ERROR, text)
-
-
-def raised_by_app(text: str) -> str:
-    """The exception of the app that Flower quotes; other texts as they are."""
-    if raised := QUOTED.search(text):
-        return f"{raised[1]}: {raised[2]}"
-    return text
 
 
 def to_records(message: Message, more: Mapping[str, float | str] | None = None) -> RecordDict:
