@@ -74,7 +74,7 @@ class Nursery:
         """Signal a child, or it and all its workers."""
         self.ask({"kill": pid, "number": number, "whole": whole})
 
-    def wait(self, pid: int, seconds: float = 120.0) -> End:
+    def wait(self, pid: int, seconds: float = 300.0) -> End:
         return End(*self.ask({"wait": pid, "seconds": seconds}))
 
     def run(self, *arguments: str | Path, **fault: Any) -> End:
@@ -126,7 +126,7 @@ def visible(out: Path) -> list[Path]:
     return [p for p in found if not p.name.startswith(".")]
 
 
-def wait_until(there: Callable[[], object], seconds: float = 60.0) -> None:
+def wait_until(there: Callable[[], object], seconds: float = 180.0) -> None:
     deadline = time.monotonic() + seconds
     while not there():
         assert time.monotonic() < deadline

@@ -84,7 +84,7 @@ def test_a_polite_signal_saves_the_group(name, children, calm, tmp_path):
     out = tmp_path / "out"
     arguments = ("sweep", folder / "plan.toml", "--out", out)
     pid = children.start(*arguments)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not any(out.glob(".locks/*")) and time.monotonic() < deadline:  # the first group begins
         time.sleep(0.01)
     children.kill(pid, getattr(signal, name))
@@ -118,7 +118,7 @@ def test_two_workers_killed_with_their_parent(children, calm, tmp_path):
     for whole in (True, False):
         before = {p: p.stat().st_mtime_ns for p in visible(out)}
         pid = children.start(*arguments)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while {p: p.stat().st_mtime_ns for p in visible(out)} == before:
             assert time.monotonic() < deadline
             time.sleep(0.01)
