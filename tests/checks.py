@@ -328,7 +328,7 @@ def bounded_by_hand(engine: str = "auto") -> Callable[[fv.Method], None]:
     expected = torch.tensor([0.45 - 0.1 * mean, 0.525 + 0.125 * mean], dtype=torch.float64)
 
     def check(method: fv.Method) -> None:
-        found = quadratic_run(golden_federation(), method, (0.5, 0.5), 1, engine=engine)
+        found = run_by(engine, golden_federation(), method, (0.5, 0.5), 1)
         gap = float((found.state.params["weight"][0] - expected).abs().max())
         assert gap <= 1e-14, gap
 

@@ -69,7 +69,9 @@ def test_no_direction_is_much_longer_than_the_gradient(method: fv.Method) -> Non
     assert float((free / plain).max()) > 5
 
 
-@pytest.mark.parametrize("engine", ["reference", "vmapped", "blocked", "linear"])
+@pytest.mark.parametrize(
+    "engine", ["reference", "vmapped", "blocked", "linear", "grid", "deployed", "flower"]
+)
 def test_by_hand(engine: str) -> None:
     bounded_by_hand(engine)(fv.FairLoss(0.5, exact=True, bound=0.2))
 

@@ -14,11 +14,11 @@ from checks import (
     METHODS,
     MOMENTUM,
     OPTIONS,
-    deployed_run,
     distance,
     golden_federation,
     images,
-    quadratic_run,
+    printed_points,
+    run_by,
     same_bytes,
 )
 from fairvar.engine.grid import Member, train_grid, trains_together
@@ -38,20 +38,16 @@ DEFINED = [
     fv.Ditto(0.5),
 ]
 CASES = [("multinomial", "step", MOMENTUM), ("batch_norm", "epoch", ADAM)]
-PATHS = ("reference", "pooled", "vmapped", "blocked", "linear", "deployed")
+PATHS = ("reference", "pooled", "vmapped", "blocked", "linear", "grid", "deployed", "flower")
 
 
-def close(found: fv.History, expected: tuple[float, float], tolerance: float) -> None:
+def close(found: fv.History, expected: tuple[float, ...], tolerance: float) -> None:
     gap = found.state.params["weight"][0] - torch.tensor(expected, dtype=torch.float64)
     assert float(gap.abs().max()) <= tolerance, found.state.params["weight"].tolist()
 
 
 def golden(engine: str, server: fv.ServerOptimiser, rounds: int) -> fv.History:
-    if engine == "deployed":
-        return deployed_run(golden_federation(), fv.FedAvg(), (0.5, 0.5), rounds, server=server)
-    return quadratic_run(
-        golden_federation(), fv.FedAvg(), (0.5, 0.5), rounds, engine=engine, server=server
-    )
+    return run_by(engine, golden_federation(), fv.FedAvg(), (0.5, 0.5), rounds, server=server)
 
 
 @pytest.mark.parametrize("engine", PATHS)
@@ -62,7 +58,8 @@ def test_momentum_by_hand(engine: str) -> None:
     Δ = (0.04, −0.02125),    m = 0.9 m + Δ = (0.085, −0.04375),     x² = (0.365, 0.56875)
     Δ = (0.023, −0.0146875), m = (0.0995, −0.0540625),              x³ = (0.2655, 0.6228125)
     """
-    for rounds, expected in enumerate(((0.45, 0.525), (0.365, 0.56875), (0.2655, 0.6228125)), 1):
+    points = [(0.45, 0.525), (0.365, 0.56875), (0.2655, 0.6228125)]
+    for rounds, expected in printed_points(points, engine):
         close(golden(engine, MOMENTUM, rounds), expected, 1e-14)
 
 
@@ -74,9 +71,9 @@ def test_adam_by_hand(engine: str) -> None:
     x = 0.5 − 0.1 · 0.025/0.1 = 0.475. Then Δ = 0.045, m = 0.035, v = 0.00238125 and
     x = 0.475 − 0.0035/(0.0487980532… + 0.05) = 0.4395742008. The rest with 40 digits apart.
     """
-    points = ((0.475, 0.513148290818), (0.439574200754, 0.532734884796),
-              (0.401722951193, 0.554578819469))  # fmt: skip
-    for rounds, expected in enumerate(points, start=1):
+    points = [(0.475, 0.513148290818), (0.439574200754, 0.532734884796),
+              (0.401722951193, 0.554578819469)]  # fmt: skip
+    for rounds, expected in printed_points(points, engine):
         close(golden(engine, ADAM, rounds), expected, 6e-13)
 
 

@@ -406,6 +406,7 @@ def test_one_word_against_another(tmp_path: Path) -> None:
         fv.Superquantile(),
         fv.GIFAIR(),
         fv.SemiVRed(0.5),
+        fv.FedEBA(),
     ],
     ids=repr,
 )

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fairvar as fv
 from fairvar.errors import RunFailed
+from fairvar.methods import simplex
 from fairvar.methods.aaggff import CDFS, VARIANCES
 from fairvar.methods.base import Replies
 from fairvar.methods.simplex import (
@@ -269,12 +270,15 @@ def test_minimum_within_bounds_is_that_of_enumeration(n: int, kind: str, eps: fl
         U = U / U.norm(dim=1, keepdim=True)
         share = drawn(n, seed=10 + seed).softmax(0)
         low, high = bounds(share, eps)
-        p = minimise_within(U @ U.T, share, low, high)
-        assert abs(float(p.sum()) - 1) < 1e-13
-        assert bool(((p >= low) & (p <= high)).all())
         value, expected = by_enumeration(U @ U.T, low, high)
-        assert float(p @ (U @ U.T) @ p) <= value + 1e-14
-        assert float((p @ U - expected @ U).norm()) < 1e-10
+        with pytest.MonkeyPatch.context() as patch:
+            for _ in range(2):  # the second time by the interior-point method alone
+                p = minimise_within(U @ U.T, share, low, high)
+                assert abs(float(p.sum()) - 1) < 1e-13
+                assert bool(((p >= low) & (p <= high)).all())
+                assert float(p @ (U @ U.T) @ p) <= value + 1e-14
+                assert float((p @ U - expected @ U).norm()) < 1e-10
+                patch.setattr(simplex, "GRADIENT_STEPS", 0)
 
 
 @pytest.mark.parametrize(
@@ -297,6 +301,26 @@ def test_minimum_within_bounds_does_not_depend_on_the_order() -> None:
         V = U[order]
         q = minimise_within(V @ V.T, share[order], low[order], high[order])
         torch.testing.assert_close(q, p[order], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("n", "noise", "eps"), [(40, 1e-4, 1.0), (60, 1e-5, 0.5)])
+def test_updates_that_nearly_cancel(n: int, noise: float, eps: float) -> None:
+    """Mixtures of ten directions whose mean is zero, and noise: many p are nearly minimal, and
+    projected gradient alone does not settle in 100,000 steps."""
+    mix = (4 * drawn(n, 10)).softmax(1)
+    U = (mix - mix.mean(0)) @ drawn(10, 100, seed=1) + noise * drawn(n, 100, seed=2)
+    U = U / U.norm(dim=1, keepdim=True)
+    share = torch.full((n,), 1 / n, dtype=torch.float64)
+    low, high = bounds(share, eps)
+    p = minimise_within(U @ U.T, share, low, high)
+    assert abs(float(p.sum()) - 1) < 1e-13
+    slope = U @ (p @ U)
+    assert float(slope[p > low + 1e-9].max() - slope[p < high - 1e-9].min()) < 1e-12
+    assert float((p @ U).norm()) < 0.5 * noise
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(3))
+    q = minimise_within(U[order] @ U[order].T, share, low, high)
+    torch.testing.assert_close(q, p[order], rtol=0, atol=1e-6)
+    torch.testing.assert_close(q @ U[order], p @ U, rtol=0, atol=1e-10)
 
 
 def test_what_is_minimal_stays() -> None:

@@ -48,10 +48,11 @@ class AdaFed(Method, frozen=True, tag="adafed"):
             K = K / torch.outer(length, length)
         # Losses below zero have no rate: the run diverges instead of standing still or climbing.
         c = torch.where(replies.loss >= 0, replies.loss, torch.nan) ** self.gamma
-        # Without eigenvalues if K is not finite; smaller ones have inverses that overflow.
+        # pinv raises if K is not finite, and 1/K overflows if all updates have all but vanished:
+        # K = 0 then gives weights of zero.
         solvable = torch.isfinite(K).all() & (K.diagonal().max() > 1e-290)
         solved = torch.linalg.pinv(torch.where(solvable, K, 0.0), rtol=RANK, hermitian=True) @ c
-        # Zero where c is orthogonal to all that the updates can do: no common direction exists.
+        # cᵀ K⁺ c = 0: no combination of the updates lowers all losses, and the model stays.
         stuck = c @ solved * K.diagonal().sum() <= RANK * (c @ c)
         return torch.where(stuck, 0.0, solved / (c @ solved)) / length, memory
 

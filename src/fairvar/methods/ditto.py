@@ -17,8 +17,8 @@ class Ditto(Method, frozen=True, tag="ditto"):
         y_i ← y_i − η ∇f_i(y_i) from y_i = x^t,          x^{t+1} = Σ_i r_i y_i
 
     Both models of a client step on the same batches. The anchor is the x^t that the client has
-    received; it stays fixed during the round. v_i never leaves the client, and waits while the
-    client is not invited. Fairness is about the personal models v_i. λ = 0 is local training.
+    received; it stays fixed during the round. v_i never leaves the client, and does not change in
+    rounds without it. Fairness is about the personal models v_i. λ = 0 is local training.
     """
 
     reference: ClassVar[str] = "Li, Hu, Beirami, Smith 2021"

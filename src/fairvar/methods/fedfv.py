@@ -22,8 +22,8 @@ class FedFV(Method, frozen=True, tag="fedfv"):
         external="official":  c = Σ of the D_i with ⟨d, D_i⟩ < 0,   d ← d − min(⟨d, c⟩, 0)/‖c‖² c
 
     With P = C D all of it follows from the products K of the updates. Updates that do not conflict
-    (K ≥ 0) give FedAvg. The external step is the authors' with τ = 1. Clients with equal losses are
-    ordered by ‖D_i‖.
+    (K ≥ 0) give FedAvg. The external step is that of the authors' code with its default τ = 1,
+    where it looks at the present round only. Clients with equal losses are ordered by ‖D_i‖.
     """
 
     reference: ClassVar[str] = "Wang, Fan, Qi, Wen, Wang, Yu 2021"

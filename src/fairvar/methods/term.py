@@ -23,7 +23,7 @@ class TERM(Method, frozen=True, tag="term"):
     reference: ClassVar[str] = "Li, Beirami, Sanjabi, Smith 2021"
     when: ClassVar[str] = "first choice if the server may see losses; one number sets the strength"
     sends: ClassVar[tuple[str, ...]] = ("model update", "loss")
-    each_separately: ClassVar[bool] = True  # the shift by the largest loss
+    each_separately: ClassVar[bool] = True  # the shift and the sum below need all losses
     fairness_knob: ClassVar[str | None] = "tilt"
     uses_losses: ClassVar[bool] = True
 
