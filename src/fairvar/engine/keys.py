@@ -142,7 +142,7 @@ def swept(config: Settings, apart: bool = False) -> dict[str, Any]:
 
 def _unusual(config: Settings, key: str, value: Any) -> Any:
     """A section without its defaults, apart from its name; other values as they are."""
-    section = reduce(getattr, key.split("."), config) if isinstance(value, dict) else None
+    section: Any = reduce(getattr, key.split("."), config) if isinstance(value, dict) else None
     if not isinstance(section, msgspec.Struct):
         return value
     usual = {
