@@ -24,10 +24,12 @@ from fairvar.engine.losses import (
 from fairvar.engine.settings import TrainSettings
 from fairvar.errors import BadInput, cause
 from fairvar.models import Problem, build
-from fairvar.models.check import Findings, examine, repr_is_complete
+from fairvar.models.check import Findings, close, examine, repr_is_complete
 from fairvar.models.norm import apply, call, dropout_layers, swap_batch_norm, swap_dropout
 from fairvar.models.plain import plain_layers, swap_convolutions
 from fairvar.scores import ACCURACY, Metric
+
+ROUNDING = 0.01  # of the tolerance for other algorithms: fused attention in evaluation mode
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Task:
     loop_only: tuple[str, ...]  # why the module cannot be vectorised; empty if it can
     half: bool = False  # training passes in bfloat16 (parameters and losses stay as they are)
     reverse_over_forward: bool = True  # whether it gives the right second derivatives
+    modes_agree: bool = False  # training and evaluation mode give the same outputs
     moving_buffers: bool = False  # a training pass changes buffers that are not batch norm's
     activations: int = 1  # floats in the outputs of all layers for one sample
     metric: Metric = ACCURACY  # of the clients' scores
@@ -211,13 +214,15 @@ def make_task(
         scored_by = choose_metric(metric, loss, federation.classes if classifies else None)
         if scored_by.function is not None and not alone:
             scored_by(outputs, targets)
+        modes_agree, moving_buffers = _training_mode(task, outputs, sample)
         return replace(
             task,
             classifies=classifies,
             loop_only=(*task.loop_only, *with_loss.problems),
             mixes=found.mixes or with_loss.mixes,
             metric=scored_by,
-            moving_buffers=_moves_buffers(task, sample),
+            modes_agree=modes_agree,
+            moving_buffers=moving_buffers,
             activations=_activation_floats(task, sample),
         )
 
@@ -237,12 +242,14 @@ def _placed(model: nn.Module | str, federation: Federation, settings: TrainSetti
         raise BadInput(f"the model cannot be copied to {device}: {cause(error)}") from error
 
 
-def _moves_buffers(task: Task, sample: Inputs) -> bool:
-    """Whether a training pass changes buffers of a model without batch norm."""
-    if task.batch_norm or task.loop_only or not task.buffers:
-        return False
-    after = call(task.training, task.params, task.buffers, sample)[1]
-    return any(after[name] is not value for name, value in task.buffers.items())
+def _training_mode(task: Task, evaluated: Tensor, sample: Inputs) -> tuple[bool, bool]:
+    """Whether training mode gives the same outputs as evaluation mode, and whether a training pass
+    changes buffers of a model without batch norm."""
+    if task.batch_norm or task.loop_only:
+        return False, False
+    outputs, after = call(task.training, task.params, task.buffers, sample)
+    alike = not task.dropout and close(outputs, evaluated, ROUNDING)
+    return alike, any(after[name] is not value for name, value in task.buffers.items())
 
 
 def _activation_floats(task: Task, x: Inputs) -> int:
