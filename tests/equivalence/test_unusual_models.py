@@ -202,6 +202,11 @@ class Shapes(Net):
         return self.factor * x + self.nothing.sum()
 
 
+class LouderInTraining(Net):
+    def between(self, x: Tensor) -> Tensor:
+        return 1.5 * x if self.training else x
+
+
 class Mixes(Net):
     def between(self, x: Tensor) -> Tensor:
         return x - x.mean(0) / 2
@@ -299,6 +304,16 @@ def test_parameters_of_any_shape(method: fv.Method, more: dict) -> None:
     model = built(Shapes)
     expected = run(model, method, "reference", clip_norm=0.5, **more)
     found = run(model, method, clip_norm=0.5, **more)
+    assert found.provenance["engine"] != "reference"
+    assert max(distance(found, expected).values()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("more", [{}, {"local_steps": 2}], ids=["step", "steps"])
+def test_losses_on_all_data_are_those_of_evaluation_mode(more: dict) -> None:
+    """With full batches too."""
+    model = built(LouderInTraining)
+    expected = run(model, fv.TERM(1.0), "reference", **more)
+    found = run(model, fv.TERM(1.0), **more)
     assert found.provenance["engine"] != "reference"
     assert max(distance(found, expected).values()) <= TOLERANCE
 

@@ -47,6 +47,7 @@ class Task:
     loop_only: tuple[str, ...]  # why the module cannot be vectorised; empty if it can
     half: bool = False  # training passes in bfloat16 (parameters and losses stay as they are)
     reverse_over_forward: bool = True  # whether it gives the right second derivatives
+    modes_agree: bool = False  # training and evaluation mode give the same outputs
     moving_buffers: bool = False  # a training pass changes buffers that are not batch norm's
     activations: int = 1  # floats in the outputs of all layers for one sample
     metric: Metric = ACCURACY  # of the clients' scores
@@ -205,6 +206,7 @@ def make_task(
         loop_only=tuple(p for p in found.problems if not p.fatal),
         reverse_over_forward=found.reverse_over_forward,
         mixes=found.mixes,
+        modes_agree=found.modes_agree,
         half=settings.precision == "bfloat16",
     )
     with torch.no_grad():

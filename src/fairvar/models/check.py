@@ -56,6 +56,7 @@ class Findings:
     problems: list[Problem]
     reverse_over_forward: bool = True  # whether it gave the right second derivatives
     mixes: bool = False  # in evaluation mode, too, a sample's outputs depend on its batch
+    modes_agree: bool = False  # training and evaluation mode give the same outputs
 
 
 def check_model(
@@ -307,7 +308,10 @@ def _try_engines(
     except Exception as error:
         text = f"does not run under torch.func {LOOP}: {cause(error)}"
         found.problems.append(Problem(text, fatal=False))
-    found.mixes = _mixes(plain.eval(), inputs)
+    with torch.no_grad():
+        keys = torch.arange(len(one_input(inputs)), device=one_input(inputs).device)
+        found.modes_agree = close(apply(plain, inputs, keys), apply(plain.eval(), inputs))
+    found.mixes = _mixes(plain, inputs)
     if found.mixes and not found.problems:
         text = ("lets the samples of a batch influence each other in evaluation: batch norm needs "
                 f"track_running_stats=True {LOOP}")  # fmt: skip

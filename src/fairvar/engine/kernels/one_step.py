@@ -245,8 +245,7 @@ def _together(run: Run) -> int:
 def takes_batch_losses(run: Run, method: Method) -> bool:
     """Whether the batch's losses are the ones that the method uses: by its option, or because the
     batch is all training data (and training and evaluation mode are the same)."""
-    same = run.schedule.full_batch and not run.task.batch_norm and not run.task.dropout
-    return method.loss_data == "batch" or same
+    return method.loss_data == "batch" or (run.schedule.full_batch and run.task.modes_agree)
 
 
 def observed_losses(run: Run, state: State, method: Method, on_batch: Tensor | None) -> Tensor:
