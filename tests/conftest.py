@@ -49,8 +49,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def shapes() -> None:
-    """A test may switch the checks off for itself."""
+def alone() -> None:
+    """No test depends on the ones before: on their random numbers, or on types that they switched
+    off."""
+    torch.manual_seed(0)
     checks.update("jaxtyping_disable", False)
 
 
