@@ -44,7 +44,7 @@ def group(
 
 
 @pytest.fixture(autouse=True)
-def known(shapes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def known(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     config.update("jaxtyping_disable", True)  # stand-ins are not of the declared types
     monkeypatch.setattr(summary, "paired", lambda a, b, model, late: a.both)
 
