@@ -65,6 +65,8 @@ class Summary:
     def joined(parts: Sequence[Summary]) -> Summary:
         """One summary from those of different seeds, in which every seed has the same weight."""
         first, counts = parts[0], [len(part.provenances) for part in parts]
+        if len(parts) == 1:
+            return first  # the same bits
         provenances = [each for part in parts for each in part.provenances]
         if any(part.diverged for part in parts):
             return Summary((), True, {}, {}, provenances, first.metric)
