@@ -87,8 +87,8 @@ def requirements(extra: str) -> list[Requirement]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found = []
     for need in map(Requirement, project["optional-dependencies"][extra]):
-        inner = [r for name in sorted(need.extras) for r in requirements(name)]
-        found += inner if need.name == "fairvar" else [need]
+        inner = sorted(need.extras) if need.name == "fairvar" else []
+        found += [r for name in inner for r in requirements(name)] or [need]
     return found
 
 
