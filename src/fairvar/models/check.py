@@ -240,7 +240,7 @@ def _pass_problems(
         if found := list(_output_problems(given, samples, labels, classes)):
             yield from found
             return
-    if not close(again, outputs):
+    if not _close(again, outputs):
         yield Problem("gives other outputs in a second pass over the same batch: "
                       "remove what is random or remembers earlier passes (for dropout use "
                       "nn.Dropout layers)")  # fmt: skip
@@ -310,7 +310,7 @@ def _try_engines(
         found.problems.append(Problem(text, fatal=False))
     with torch.no_grad():
         keys = torch.arange(len(one_input(inputs)), device=one_input(inputs).device)
-        found.modes_agree = close(apply(plain, inputs, keys), apply(plain.eval(), inputs))
+        found.modes_agree = _close(apply(plain, inputs, keys), apply(plain.eval(), inputs))
     found.mixes = _mixes(plain, inputs)
     if found.mixes and not found.problems:
         text = ("lets the samples of a batch influence each other in evaluation: batch norm needs "
@@ -323,7 +323,7 @@ def _mixes(module: nn.Module, inputs: Inputs) -> bool:
     rows = range(len(one_input(inputs)))
     with torch.no_grad():
         alone = [apply(module, _some(inputs, slice(i, i + 1))) for i in rows]
-        return not close(torch.cat(alone), apply(module, inputs))
+        return not _close(torch.cat(alone), apply(module, inputs))
 
 
 def _changed_in_place(module: nn.Module, inputs: Inputs) -> list[str]:
@@ -386,7 +386,7 @@ def _same_together(module: nn.Module, inputs: Inputs) -> bool:
     for i in range(2):
         for (gradients, outputs), own in ((shared, model), (apart, models[i])):
             gradient, alone = once(own, buffers, samples[i])
-            if not close(gradients[i], gradient) or not close(outputs[i], alone):
+            if not _close(gradients[i], gradient) or not _close(outputs[i], alone):
                 return False
     return True
 
@@ -401,7 +401,7 @@ def _forward_over_reverse_agrees(module: nn.Module, inputs: Inputs, hessian: Ten
 
     with twice_differentiable(module):
         found = vmap(product)(stack([model] * 2), stack([buffers] * 2), _twice(inputs))
-    return close(found[0], hessian, SECOND)
+    return _close(found[0], hessian, SECOND)
 
 
 def _reverse_over_forward_agrees(module: nn.Module, inputs: Inputs, hessian: Tensor) -> bool:
@@ -418,7 +418,7 @@ def _reverse_over_forward_agrees(module: nn.Module, inputs: Inputs, hessian: Ten
 
                 return vmap(each)(_twice(inputs))[0]
 
-            return close(_flat(grad(slope)(model)), hessian, SECOND)
+            return _close(_flat(grad(slope)(model)), hessian, SECOND)
     except Exception:
         return False
 
@@ -449,9 +449,9 @@ def _mixing_problems(module: nn.Module, inputs: Inputs) -> Iterator[Problem]:
         with torch.no_grad():
             outputs, with_padding = call(module, params, buffers, padded, real)
             alone, without = call(module, params, buffers, others)
-        mixed = not close(outputs[:-1], alone)
+        mixed = not _close(outputs[:-1], alone)
         # As one vector: the mean of a single layer may be zero but for rounding.
-        mixed |= bool(without) and not close(_flat(with_padding).double(), _flat(without).double())
+        mixed |= bool(without) and not _close(_flat(with_padding).double(), _flat(without).double())
         reason = "lets the samples of a batch influence each other, so padding would leak"
     except Exception as error:
         mixed, reason = True, f"does not run on padded batches: {cause(error)}"
@@ -480,7 +480,7 @@ def _flat(tree: Tree) -> Tensor:
     return torch.cat([leaf.flatten() for leaf in tree.values()])
 
 
-def close(a: Tensor, b: Tensor, factor: float = 1.0) -> bool:
+def _close(a: Tensor, b: Tensor, factor: float = 1.0) -> bool:
     """Equal up to another order of summation."""
     tolerance = factor * {torch.float64: 1e-7, torch.float32: 1e-3}.get(a.dtype, 1e-2)
     largest = float(b.abs().max()) if b.numel() else 0.0
