@@ -1,11 +1,11 @@
 """The rounds of one framework, in a process of its own; peers.py starts it.
 
-    python benchmarks/peer_worker.py NAME FOLDER MODEL
+    python benchmarks/peer_worker.py NAME FOLDER SCRATCH
 
-FOLDER has job.json (what to do) and arrays.npz (data and initial weights); the weights after the
-last round are written to MODEL, and one line of JSON to the standard output. Each framework trains
-with its own clients, server and loop; only model and arrays come from here. So this file needs
-torch and numpy alone, because a peer's environment has no fairvar.
+FOLDER has job.json (what to do) and arrays.npz (data and initial weights). The weights after the
+last round are written to SCRATCH/model.npy, one line of JSON to the standard output. Each framework
+trains with its own clients, server and loop; only model and arrays come from here. Peers have an
+environment without fairvar, so that this file needs torch and numpy alone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,14 @@ Pairs = list[tuple[Tensor, Tensor]]
 class Job:
     """What all frameworks are given: arrays, initial weights, and the numbers of a case."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, scratch: Path) -> None:
         told = json.loads((folder / "job.json").read_text())
-        self.folder, self.peers = folder, Path(told["peers"])
+        self.peers, self.scratch = Path(told["peers"]), scratch  # what peers write goes to scratch
         self.rounds: int = told["rounds"]
         self.lr: float = told["lr"]
         self.batch: int = told["batch"]  # samples per local step
-        arrays = np.load(folder / "arrays.npz")
+        self.file = folder / "arrays.npz"
+        arrays = np.load(self.file)
         self.x, self.y = torch.from_numpy(arrays["x"]), torch.from_numpy(arrays["y"])
         self.clients, self.samples = self.y.shape
         self.module = network(told["model"])
@@ -122,9 +124,9 @@ def train_pfllib(job: Job, tick: Tick) -> Iterable[Tensor]:
     """PFLlib reads each client's samples from a file in every round, and evaluates once per round
     before the clients train; the evaluation is replaced by a look at the clock."""
     sys.path.insert(0, str(job.peers / "PFLlib" / "system"))
-    _write_for_pfllib(job, job.folder / "dataset" / "arrays")
-    (job.folder / "system").mkdir(exist_ok=True)
-    os.chdir(job.folder / "system")  # it looks for ../dataset
+    _write_for_pfllib(job, job.scratch / "dataset" / "arrays")
+    (job.scratch / "system").mkdir(exist_ok=True)
+    os.chdir(job.scratch / "system")  # it looks for ../dataset
     from flcore.servers.serveravg import FedAvg  # type: ignore[import-not-found]
 
     class Timed(FedAvg):  # type: ignore[misc]
@@ -144,11 +146,12 @@ def train_pfllib(job: Job, tick: Tick) -> Iterable[Tensor]:
 
 
 def _write_for_pfllib(job: Job, folder: Path) -> None:
+    """The files that PFLlib reads; not compressed as it would, so that it only has to read them."""
     for client, (x, y) in enumerate(job.pairs):
-        for part in ("train", "test"):
+        for part, held in (("train", job.samples), ("test", 1)):
             (folder / part).mkdir(parents=True, exist_ok=True)
-            np.savez(folder / part / f"{client}.npz",
-                                data={"x": x.numpy(), "y": y.numpy()})  # fmt: skip
+            data = np.array({"x": x[:held].numpy(), "y": y[:held].numpy()}, dtype=object)
+            np.savez(folder / part / f"{client}.npz", data=data)
 
 
 def _options_of_pfllib(job: Job) -> Namespace:
@@ -173,9 +176,9 @@ def train_flbench(job: Job, tick: Tick) -> Iterable[Tensor]:
     from data.utils.datasets import BaseDataset  # type: ignore[import-not-found]
 
     indices = np.arange(job.clients * job.samples).reshape(job.clients, job.samples).tolist()
-    _write_for_flbench(indices, job.folder / "data" / "arrays")
-    fedavg.FLBENCH_ROOT = job.folder
-    output = Namespace(runtime=Namespace(output_dir=str(job.folder)))
+    _write_for_flbench(indices, job.scratch / "data" / "arrays")
+    fedavg.FLBENCH_ROOT = job.scratch
+    output = Namespace(runtime=Namespace(output_dir=str(job.scratch)))
     fedavg.HydraConfig = Namespace(get=lambda: output)
 
     class Timed(fedavg.FedAvgServer):  # type: ignore[misc]
@@ -252,8 +255,9 @@ def train_fluke(job: Job, tick: Tick) -> Iterable[Tensor]:
         for x, y in job.pairs
     ]
     data = DummyDataContainer(loaders, [None] * job.clients, None, CLASSES)
+    optimizer, constant = DDict(name="SGD", lr=job.lr), DDict(step_size=1, gamma=1)
     client = DDict(batch_size=job.batch, local_epochs=1, loss="CrossEntropyLoss",
-                   optimizer=DDict(name="SGD", lr=job.lr), scheduler=DDict(gamma=1, step_size=1))  # fmt: skip
+                   optimizer=optimizer, scheduler=constant)  # fmt: skip
     options = DDict(model=job.counted(), client=client, server=DDict(weighted=False))
     algorithm = FedAVG(job.clients, DataSplitter(data), options)
     algorithm.set_callbacks(Observer())
@@ -275,7 +279,7 @@ def train_flgo(job: Job, tick: Tick) -> Iterable[Tensor]:
     """FLGo evaluates once per round and once before the first; the evaluation is replaced by a
     look at the clock. Clients are averaged by its "uniform" rule, because its default makes a new
     model for each of them."""
-    os.chdir(job.folder)  # the benchmark that it writes is imported from here
+    os.chdir(job.scratch)  # the benchmark that it writes is imported from here
     sys.path.insert(0, ".")
     import flgo  # type: ignore[import-not-found]
     from flgo.algorithm import fedavg  # type: ignore[import-not-found]
@@ -308,8 +312,8 @@ def _task_of_flgo(job: Job) -> str:
         def __str__(self) -> str:
             return "in_order"
 
-    config = job.folder / "config_of_flgo.py"
-    config.write_text(CONFIG_OF_FLGO.format(arrays=str(job.folder / "arrays.npz")))
+    config = job.scratch / "config_of_flgo.py"
+    config.write_text(CONFIG_OF_FLGO.format(arrays=str(job.file)))
     name = flgo.gen_benchmark_from_file("arrays_of_flgo", str(config))
     made: str = flgo.gen_task_by_(importlib.import_module(name), InOrder(), "task_of_flgo")
     return made
@@ -335,11 +339,11 @@ PACKAGES = ("torch", "numpy", "fluke-fl", "flgo")
 
 
 def main() -> None:
-    name, folder, model = sys.argv[1], Path(sys.argv[2]).resolve(), Path(sys.argv[3]).resolve()
+    name, folder, scratch = sys.argv[1], *(Path(one).resolve() for one in sys.argv[2:])
     answers = os.dup(1)
     os.dup2(2, 1)  # frameworks print progress, which is not part of the answer
     torch.set_num_threads(1)
-    job = Job(folder)
+    job = Job(folder, scratch)
     clocks: list[tuple[float, float]] = []
 
     def tick() -> None:
@@ -347,11 +351,11 @@ def main() -> None:
 
     tick()
     weights = TRAIN[name](job, tick)
-    np.save(model, nn.utils.parameters_to_vector(weights).detach().numpy())
-    spent = [[b - a for a, b in zip(one, one[1:], strict=False)] for one in zip(*clocks, strict=True)]
+    np.save(scratch / "model.npy", nn.utils.parameters_to_vector(weights).detach().numpy())
+    cpu, wall = ([b - a for a, b in pairwise(one)] for one in zip(*clocks, strict=True))
     found = {
-        "cpu": spent[0], "wall": spent[1], "steps": job.steps, "samples": job.used,
-        "threads": torch.get_num_threads(), "versions": dict(_versions()),
+        "cpu": cpu, "wall": wall, "steps": job.steps, "samples": job.used,
+        "versions": dict(_versions()),
     }  # fmt: skip
     os.write(answers, json.dumps(found).encode() + b"\n")
 
