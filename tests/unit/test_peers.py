@@ -110,6 +110,24 @@ def test_ratios_are_formed_within_a_turn(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.ratios(found.rows["lean"]) == [2, 2]
 
 
+@pytest.mark.parametrize("case", [TINY, WHOLE], ids=["epoch", "step"])
+def test_models_after_the_timed_rounds(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may differ only where each framework takes the samples in an order of its own."""
+
+    def ask(name: str, folder: Path, _: Path) -> Answer:
+        other = name == "lean" and folder.name == "timed"
+        weights = case.start() + (0.12 if other else 0.1)
+        return Answer([1.0] * 5, [1.0] * 5, CHECKED * case.steps, 24, {}, weights)
+
+    monkeypatch.setattr(peers, "ask", ask)
+    found = peers.Measured(case, ["fairvar", "lean"], Path(), turns=1)
+    if case.ordered:
+        assert found.rows["lean"].timed_difference == pytest.approx(0.2, rel=1e-3)
+    else:
+        assert found.missing == {"lean": "weights differ by 2.0e-01 after the timed rounds"}
+        assert "lean: not measured" in "\n".join(found.lines())
+
+
 @pytest.mark.slow
 def test_missing_frameworks_are_one_line_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
