@@ -70,3 +70,15 @@ def test_bits_do_not_depend_on_threads_or_chunks() -> None:
     for other in found[1:]:
         assert all(torch.equal(v, other.state.params[k]) for k, v in found[0].state.params.items())
         assert torch.equal(found[0].loss, other.loss)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [(fv.FairGrad(0.05), "vmapped"), (fv.FairGrad(0.05, exact=True), "blocked")],
+    ids=lambda given: getattr(given, "label", given),
+)
+def test_one_step_with_curvature(method: fv.Method, path: str) -> None:
+    options: dict[str, object] = {"batch_size": None, "local_epochs": None}
+    found, wanted = (trained(method, engine, **options) for engine in ("auto", "reference"))
+    assert found.provenance["engine"] == path
+    assert max(distance(found, wanted).values()) < 1e-10

@@ -129,6 +129,11 @@ class Run:
         alike = self.schedule.even and len(set(self.schedule.steps)) == 1
         return self.participation.everyone or alike
 
+    @property
+    def in_turn(self) -> bool:
+        """Whether clients with parameters of their own are trained one after another."""
+        return self.task.in_turn and self.compiles != "vmapped"
+
     def kernels(self) -> AbstractContextManager[None]:
         """Context for passes that are differentiated twice."""
         twice = self.method.uses_curvature

@@ -104,7 +104,7 @@ def _vectorised(run: Run, state: State, t: int) -> Tree:
     for chunk in run.chunks():
         ids = run.ids[run.cohort.order_on_device[slice(*chunk)]]
         own = split_model(run.task, tree_map(lambda leaf, ids=ids: leaf[ids], before))
-        if run.task.in_turn and run.compiles != "vmapped":
+        if run.in_turn:
             trained = train_in_turn(run, state, sent, batches, chunk, False, own)
         else:
             trained = train_stacked(run, state, sent, batches, chunk, own)

@@ -122,7 +122,7 @@ def vmapped_round(run: Run, state: State, t: int, observe: Observer | None = Non
     norms, own, batch_loss = (torch.zeros_like(run.share) for _ in range(3))
     for chunk in run.chunks():
         with run.kernels():
-            if run.task.in_turn and run.compiles != "vmapped":
+            if run.in_turn:
                 gradients = observe is not None or run.method.reports_gradient
                 trained = train_in_turn(run, state, sent, batches, chunk, gradients)
             else:
