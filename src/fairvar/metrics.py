@@ -103,7 +103,7 @@ class Fairness:
     def __repr__(self) -> str:
         main = ("mean", "variance_over_clients", "corrected_variance", "worst_10_percent")
         text = ", ".join(f"{name} {display.number(self[name])}" for name in main)
-        return f"<Fairness of {self.clients} clients: {text}>"
+        return f"<Fairness of {display.plural(self.clients, 'client')}: {text}>"
 
     def _repr_html_(self) -> str:
         rows = []
@@ -112,7 +112,8 @@ class Fairness:
             ends = value if isinstance(value, tuple) else (value,)
             rows.append((name, " to ".join(map(display.number, ends)), DEFINITIONS[name]))
         return display.card(
-            f"Fairness of {self.clients} clients", display.table((), rows, left=[2])
+            f"Fairness of {display.plural(self.clients, 'client')}",
+            display.table((), rows, left=[2]),
         )
 
     def keys(self) -> list[str]:

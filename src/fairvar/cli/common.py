@@ -28,6 +28,7 @@ from rich.console import Console, ConsoleOptions
 from rich.segment import Segment
 
 from fairvar._version import __version__
+from fairvar.common.display import plural
 from fairvar.errors import plain, shown, suggestion, unknown
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def show_report(tables: Any, files: Any, json: bool) -> None:
         show(lib.to_rich(lib.result_tables.shorten(table, explain=table is tables[-1])))
         say("")
     page = next(f for f in files if f.name == "index.html")
-    say(f"{len(files)} files in {page.parent}; open {page} in a browser")
+    say(f"{plural(len(files), 'file')} in {page.parent}; open {page} in a browser")
 
 
 @Parameter(name="*")

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from fairvar import data, theory
 from fairvar._version import __version__
+from fairvar.common.display import plural
 from fairvar.common.process import progress, stop_signals
 from fairvar.data.federation import Federation
 from fairvar.data.fetch import fetch
@@ -118,7 +119,7 @@ def run_table(folder: Path, manifest: Mapping[str, Any]) -> Table:
     cost = f"{spent} ({origin.get('engine')}){peak}"
     metric, (heads, rows) = recorded_metric(manifest) or ACCURACY, stored.score_rows(manifest)
     return _table(
-        f"{manifest['method']}: {manifest['rounds']} rounds{state}",
+        f"{manifest['method']}: {plural(manifest['rounds'], 'round')}{state}",
         ("split/model", *heads),
         rows,
         f"variances over clients in {metric.in_variances}; {cost}; stored in {folder}",

@@ -36,6 +36,7 @@ from fairvar.cli.common import (
     show,
     show_report,
 )
+from fairvar.common.display import plural
 from fairvar.errors import BadInput, RunFailed
 
 TITLE = "Fair federated learning on MNIST: a demo"
@@ -179,7 +180,7 @@ def sweep(
         for row in rows:
             values = ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("run", "method"))
             say(f"{row['run']}  {row['method']}, {values}")
-        return say(f"{len(rows)} runs")
+        return say(plural(len(rows), "run"))
     found = lib.experiments.sweep(
         plan, out=out, workers=workers, budget=budget, shard=shard, ray=ray, ray_cpus=ray_cpus,
         ray_gpus=ray_gpus, save_every=save_every, batch=not no_batch,
@@ -298,7 +299,7 @@ def condense(
     runs, size = sum(len(g.provenances) for g in groups), path.stat().st_size
     if json:
         return print_json({"file": str(path), "runs": runs, "bytes": size})
-    say(f"{runs} runs on {len(groups)} federations in {path}, {decimal(size)}")
+    say(f"{plural(runs, 'run')} on {plural(len(groups), 'federation')} in {path}, {decimal(size)}")
 
 
 @app.command

@@ -1,4 +1,4 @@
-"""Small tables and pictures for notebooks: HTML and SVG as text, without a plotting library.
+"""Numbers as text, and small tables and pictures for notebooks: HTML and SVG without a library.
 
 Everything that comes from outside is escaped: `Markup.format` escapes what it is given.
 """
@@ -27,6 +27,11 @@ def number(value: object) -> str:
     if not isinstance(value, float):
         return f"{value:,}" if isinstance(value, int) else str(value)
     return "–" if math.isnan(value) else f"{value:.4g}"
+
+
+def plural(number: int, noun: str) -> str:
+    """ "1 client", "2 clients" """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def table(

@@ -43,7 +43,7 @@ class Split:
     def __repr__(self) -> str:
         shapes = " and ".join(str(tuple(part.shape[1:])) for part in input_parts(self.x).values())
         held = f"{int(self.counts.sum()):,} samples of shape {shapes}"
-        return f"<Split: {len(self.counts)} clients, {held}>"
+        return f"<Split: {display.plural(len(self.counts), 'client')}, {held}>"
 
     def _repr_html_(self) -> str:
         sizes = [[count] for count in self.counts.tolist()]
@@ -126,7 +126,7 @@ class Federation:
         held = ", ".join(f"{len(split.y)} {part}" for part, split in self.splits.items())
         more = ", …" if len(self.client_names) > 4 else ""
         who = f" ({', '.join(self.client_names[:4])}{more})" if self.client_names else ""
-        return f"<Federation {self.name}: {self.clients} clients{who}, {held}>"
+        return f"<Federation {self.name}: {display.plural(self.clients, 'client')}{who}, {held}>"
 
     def _repr_html_(self) -> str:
         """A picture of who holds what."""

@@ -169,7 +169,8 @@ class History:
         )
 
     def __repr__(self) -> str:
-        text = f"{self.method.label}, {self.rounds} rounds, {self.clients} clients"
+        size = [display.plural(self.rounds, "round"), display.plural(self.clients, "client")]
+        text = ", ".join([self.method.label, *size])
         why = self.divergence or (f"stopped: {self.stopped}" if self.stopped else "")
         return f"<History: {text}{'; ' + why if why else ''}>"
 

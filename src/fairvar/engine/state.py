@@ -40,7 +40,8 @@ class State:
 
     def __repr__(self) -> str:
         by = f" of {self.made_by}" if self.made_by else ""
-        return f"<State after {self.round} rounds{by}: {size(self.params):,} parameters>"
+        rounds = display.plural(self.round, "round")
+        return f"<State after {rounds}{by}: {size(self.params):,} parameters>"
 
     def _repr_html_(self) -> str:
         trees = {group: getattr(self, group) or {} for group in GROUPS}

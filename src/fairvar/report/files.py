@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
+from fairvar.common.display import plural
 from fairvar.common.process import Report
 from fairvar.engine.keys import swept
 from fairvar.metrics import mean_and_variance
@@ -107,18 +108,19 @@ def group_table(group: Group) -> Table:
 def _notes(group: Group) -> Iterator[str]:
     """How the runs were made and chosen, and what to know about the numbers."""
     train, primary = group.config.train, group.criterion.model
-    work = f"{train.local_epochs} local epoch" if train.local_epochs else (
-        f"{train.local_steps} local step")  # fmt: skip
+    work = plural(train.local_epochs, "local epoch") if train.local_epochs else (
+        plural(train.local_steps, "local step"))  # fmt: skip
     batch = "all samples" if train.batch_size is None else f"{train.batch_size}"
-    yield (f"Protocol {group.config.protocol}: {work} per round, batch {batch}, {train.rounds} "
-           f"rounds; the table is about {WHICH[primary]}.")  # fmt: skip
+    yield (f"Protocol {group.config.protocol}: {work} per round, batch {batch}, "
+           f"{plural(train.rounds, 'round')}; the table is about {WHICH[primary]}.")  # fmt: skip
     if varied := list(swept(group.config)):
         yield f"Also chosen for every method: {', '.join(varied)}. The line above is of one run."
     seeds = sorted({int(p["seed"]) for p in group.provenances})
     how = "Without validation data: every method after its last round, on test data."
     how = "Chosen on validation data, reported on test data." if group.validated else how
-    yield (f"Seeds {', '.join(map(str, seeds))}; {len(group.provenances)} runs. ± is the standard "
-           f"error over seeds. {how}")  # fmt: skip
+    runs = plural(len(group.provenances), "run")
+    yield (f"Seeds {', '.join(map(str, seeds))}; {runs}. ± is the standard error over seeds. "
+           f"{how}")  # fmt: skip
     floor = 100 * noise_floor(group.results, primary)
     if np.isfinite(floor):
         yield f"Noise floor of the variance ×100: {floor:.3f}."
@@ -146,7 +148,7 @@ def _title(group: Group) -> str:
     """Data, clients, partition and model, as far as they are known."""
     if group.own_data:
         return f"{group.dataset}, {group.model}"
-    parts = [group.dataset, f"{group.config.data.clients} clients"]
+    parts = [group.dataset, plural(group.config.data.clients, "client")]
     if group.alpha is not None:
         parts.append(f"Dirichlet {group.alpha:g}")
     parts += [group.model, *group.varied]
@@ -185,7 +187,7 @@ def write_files(
         texts["compared_with_fedavg.md"] = render(compared, "markdown")
         sections.append(Section(compared.title, "compared_with_fedavg", compared))
     runs = sum(len(group.provenances) for group in groups)
-    subtitle = f"{runs} runs on {len(groups)} federation{'s' if len(groups) != 1 else ''}"
+    subtitle = f"{plural(runs, 'run')} on {plural(len(groups), 'federation')}"
     scores = list(dict.fromkeys(group.metric for group in groups))
     origin, summary = _provenance(groups), summarise(groups)
     index = render_page(title, subtitle, sections, origin, summary, scores)

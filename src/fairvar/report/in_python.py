@@ -162,7 +162,8 @@ def _of_histories(
         which = result.reported(primary)
         if result.at is not None and which not in result.trial.models:
             _ = result.trial.histories[0].accuracy["test", which]  # raises, and says why
-    title = f"{len(results)} methods, {trials[0].histories[0].clients} clients"
+    methods = display.plural(len(results), "method")
+    title = f"{methods}, {display.plural(trials[0].histories[0].clients, 'client')}"
     table = result_table(results, title, notes, primary, validation=False)
     return results, trials, primary, table, ""
 
@@ -298,7 +299,7 @@ class Report:
         return next(file for file in self.files if file.name == "index.html")
 
     def __repr__(self) -> str:
-        return f"<Report: {len(self.files)} files in {self.page.parent}>"
+        return f"<Report: {display.plural(len(self.files), 'file')} in {self.page.parent}>"
 
     def __str__(self) -> str:
         return "\n".join(render(shorten(t, explain=True), "terminal") for t in self.tables)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fairvar.common.display import plural
 from fairvar.common.files import given_path
 from fairvar.common.process import Report, note, stop_signals
 from fairvar.common.process import progress as progress_bar
@@ -155,8 +156,8 @@ def sweep(
             if estimate and todo > MANY_RUNS:
                 with announcing(lambda text: report(0, len(cells), text)):
                     cost = duration(project(groups, folder, workers))
-                note(f"{todo} runs to do: about {cost} with {workers} worker(s), from a few timed "
-                     "rounds")  # fmt: skip
+                note(f"{plural(todo, 'run')} to do: about {cost} with "
+                     f"{plural(workers, 'worker')}, from a few timed rounds")  # fmt: skip
         if ray is not None:
             cluster.run_on_ray(groups, folder, ray, report, cluster.Needs(ray_cpus, ray_gpus))
         status = run_sweep(groups, folder, report, workers, seconds, save_every)

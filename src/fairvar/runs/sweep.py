@@ -28,6 +28,7 @@ import torch
 from msgspec.structs import replace
 
 from fairvar.common import process
+from fairvar.common.display import plural
 from fairvar.common.process import COMPILING, INTERRUPTED, Report, stop_signals
 from fairvar.engine.kernels.compiled import announcing
 from fairvar.engine.keys import batch_key
@@ -136,8 +137,9 @@ def crowding(workers: int, threads: int, device: str, cores: int) -> str | None:
     """A warning if the workers have more threads than the machine has cores."""
     if workers * threads <= cores or device != "cpu":
         return None
-    return (f"{workers} worker(s) x {threads} thread(s) share {cores} core(s) and will be slow: "
-            f"use fewer --workers or train.threads=1")  # fmt: skip
+    those, each = plural(workers, "worker"), plural(threads, "thread")
+    return (f"{those} of {each} share {plural(cores, 'core')} and will be slow: use fewer "
+            "--workers or train.threads=1")  # fmt: skip
 
 
 def project(groups: Sequence[RunGroup], out: Path, workers: int) -> float:
