@@ -98,15 +98,23 @@ def take(arrived: Path, store: Path) -> None:
 
 
 def bring(arrived: Path, results: Path) -> None:
-    """Unpack the parts of an archive of OUT, `out.tar.*`, and add its slice.json to slices.json."""
+    """Unpack the parts of an archive of OUT, `out.tar.*`, and add its slice.json to slices.json.
+    Archives that are there already are replaced by those with the same runs and more."""
     parts = sorted(arrived.glob("out.tar.*"))
     if not parts:
         sys.exit(f"{arrived} has no files out.tar.*")
     with tempfile.TemporaryDirectory() as folder:
-        whole = Path(folder) / "out.tar"
+        whole, new = Path(folder) / "out.tar", Path(folder) / "out"
         whole.write_bytes(b"".join(part.read_bytes() for part in parts))
         with tarfile.open(whole) as content:
-            content.extractall(results, filter="data")
+            content.extractall(new, filter="data")
+        for path in sorted(new.rglob("runs.json")):
+            lost = _runs_in(results / path.relative_to(new)) - _runs_in(path)
+            if lost:
+                sys.exit(f"{path.relative_to(new).parent} in {arrived} lacks {len(lost)} of the "
+                         f"runs in {results}, so nothing was unpacked: its machine was another "
+                         "one, which must get these results with the checkout")  # fmt: skip
+        shutil.copytree(new, results, dirs_exist_ok=True)
     told = json.loads((results / "slice.json").read_text())
     kept = results / "slices.json"
     known = json.loads(kept.read_text()) if kept.exists() else []
@@ -114,6 +122,12 @@ def bring(arrived: Path, results: Path) -> None:
     kept.write_text(json.dumps(known, indent=2, ensure_ascii=False) + "\n")
     (results / "slice.json").unlink()
     print(*(f"{one['name']}: exit code {one['exit']}" for one in told["sweeps"]), sep="\n")
+
+
+def _runs_in(listed: Path) -> set[str]:
+    """The names of the runs in the list of an archive; none if there is no archive."""
+    files = json.loads(listed.read_text())["files"] if listed.exists() else {}
+    return {name.partition("/")[0] for name in files if name.endswith("/manifest.json")}
 
 
 def seconds(text: str) -> float:

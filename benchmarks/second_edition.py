@@ -341,7 +341,7 @@ def verdicts(folders: Sequence[Path]) -> str:
     holm = "Adjusted by Holm's rule over the ten sentences of this protocol."
     apart = "Not adjusted: readings of ours, not sentences of the paper."
     star = "*: the 95 % interval leaves zero out; not adjusted for the number of intervals."
-    tables = [scoreboard(found), cells_table(found), paper_table(groups)]
+    tables = [scoreboard(found), cells_table(found), paper_table(groups, found.get("tables", {}))]
     for protocol, evidence in sorted(found.items()):
         about = f"{protocol}, {MODELS[protocol]} model"
         tables += [

@@ -78,8 +78,8 @@ class Evidence:
     def repeats(self) -> str:
         """Over what the pairs go, such as "5 × 1": partitions × seeds in each."""
         found = {w.partition for by_pair in self.windows.values() for w in by_pair.values()}
-        pairs = max(len(by_pair) for by_pair in self.windows.values())
-        return f"{len(found)} × {pairs // len(found)}"
+        pairs = max((len(by_pair) for by_pair in self.windows.values()), default=0)
+        return f"{len(found)} × {pairs // max(len(found), 1)}"
 
     @property
     def run(self) -> frozenset[str]:
@@ -439,8 +439,9 @@ def _span(tested: Tested, digits: int) -> str:
     return f"{value} ({low} to {high})" if np.isfinite(tested.low) else f"{value} (one seed)"
 
 
-def paper_table(groups: Sequence[Group]) -> Table:
-    """The paper's numbers and ours, at the rounds that validation chose: tables, local models."""
+def paper_table(groups: Sequence[Group], evidence: Mapping[Where, Evidence]) -> Table:
+    """The paper's numbers and ours, at the rounds that validation chose: tables, local models. A
+    method that diverged, on one of the pairs or in all of tuning, has none, as in the cells."""
     found: dict[tuple[Where, str], list[np.ndarray]] = {}
     for group in groups:
         data = DATASETS.get(group.source)
@@ -457,8 +458,10 @@ def paper_table(groups: Sequence[Group]) -> Table:
                 theirs = printed(data, alpha, method)
                 cells[f"paper{alpha:g}"] = " / ".join(f"{theirs[k].value:.2f}" for k in theirs)
                 seen = found.get(((data, alpha), method))
-                cells[f"ours{alpha:g}"] = "not measured" if seen is None else "div."
-                if seen:
+                here = evidence.get((data, alpha))
+                diverged = here is not None and method in here.diverged
+                cells[f"ours{alpha:g}"] = "div." if diverged else "not measured"
+                if seen and not diverged:
                     accuracy, variance = 100 * np.concatenate(seen, axis=1).mean(1)
                     cells[f"ours{alpha:g}"] = f"{accuracy:.2f} / {variance:.3f}"
             rows.append(Row(f"{TITLES[data]}, {method}", cells))

@@ -13,6 +13,7 @@ import tarfile
 import tempfile
 import tracemalloc
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from msgspec.structs import replace
 
 from fairvar.cli import main
+from fairvar.engine.history import History
 from fairvar.engine.keys import fingerprint
 from fairvar.engine.train import run_rounds
 from fairvar.errors import BadInput, IntegrityError
@@ -30,7 +32,15 @@ from fairvar.runs.config import Config
 from fairvar.runs.identity import identity_of
 from fairvar.runs.plan import Plan
 from fairvar.runs.results import gather, stored_runs
-from fairvar.runs.runner import Watch, arrange, federation_of, model_of, run_cell, run_folder
+from fairvar.runs.runner import (
+    Watch,
+    arrange,
+    federation_of,
+    model_of,
+    run_cell,
+    run_folder,
+    train_runs,
+)
 from fairvar.runs.select import Criterion
 from fairvar.runs.stored import StoredRun
 from fairvar.runs.sweep import run_sweep
@@ -405,6 +415,36 @@ def test_a_wrong_result_is_found(small: Path, capsys: pytest.CaptureFixture[str]
     assert rerun(run, 1).holds
     assert tolerance(run.config) == NARROW
     assert not compared(run, run.history(), other).holds
+
+
+def test_a_run_of_a_batch_is_run_again_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that are too long turn the last bits, which a batch rounds otherwise, into another
+    trajectory. Without all runs of the batch it is run alone."""
+    sweep = {"methods": ["fairgrad"], "lr": [0.5], "strength": [0.01, 3.0], "alpha": [0.1]}
+    data = {"name": "mnist_1000", "samples": 200, "clients": 5}
+    plan = Plan.from_dict({**PLAN, "data": data, "train": {"rounds": 20}, "sweep": sweep})
+    run_sweep(arrange(plan.cells), tmp_path / "runs", lambda done, total, what: None)
+    condense(gather(tmp_path / "runs"), tmp_path / "all", everything=True)
+    seen: list[int] = []
+
+    def counted(cells: Sequence[Config]) -> list[History]:
+        seen.append(len(cells))
+        return train_runs(cells)
+
+    monkeypatch.setattr("fairvar.runs.verify.train_runs", counted)
+    stored = [run for run in stored_runs(tmp_path / "all") if run.manifest["diverged_at"] is None]
+    for run in stored[:2]:
+        size = len(run.manifest["group"])
+        assert size > 1
+        found = rerun(run, 10)
+        assert (found.accuracy, found.answers, seen.pop()) == (0, 0, size)
+    first = stored[0]
+    gone = next(name for name in first.manifest["group"] if name != first.folder.name)
+    shutil.rmtree(tmp_path / "runs" / gone)
+    rerun(StoredRun.open(tmp_path / "runs" / first.folder.name), 1)
+    assert seen == [1]
 
 
 def test_a_changed_file_is_found(small: Path, tmp_path: Path, capsys) -> None:

@@ -40,8 +40,10 @@ def test_what_comes_back_is_unpacked_and_listed(tmp_path: Path) -> None:
         folder.mkdir()
     (results / "slices.json").write_text('[{"name": "mnist-boxes"}]')
     out = tmp_path / "out"
-    (out / "cifar10-boxes").mkdir(parents=True)
+    tuning = out / "cifar10-boxes" / "tuning"
+    tuning.mkdir(parents=True)
     (out / "cifar10-boxes" / "choices.json").write_text("[]")
+    (tuning / "runs.json").write_text(json.dumps({"files": {"a/manifest.json": ""}}))
     sweeps = [{"name": "cifar10-boxes", "exit": 3}]
     (out / "slice.json").write_text(json.dumps({"commit": "1", "mps": True, "sweeps": sweeps}))
     with tarfile.open(tmp_path / "whole.tar", "w") as archive:
@@ -58,6 +60,29 @@ def test_what_comes_back_is_unpacked_and_listed(tmp_path: Path) -> None:
     ]
     with pytest.raises(SystemExit, match=r"no files out\.tar"):
         gpu_slice.bring(results, results)
+
+
+def test_what_comes_back_from_another_machine_replaces_no_runs(tmp_path: Path) -> None:
+    """An archive that lacks runs of the one that is there, or with them."""
+    results, arrived = tmp_path / "results", tmp_path / "arrived"
+    listed = results / "cifar10-boxes" / "tuning" / "runs.json"
+    arrived.mkdir()
+    for names, taken in (("ab", True), ("bc", False), ("abc", True)):
+        out = tmp_path / names / "cifar10-boxes" / "tuning"
+        out.mkdir(parents=True)
+        (tmp_path / names / "slice.json").write_text('{"commit": "", "mps": true, "sweeps": []}')
+        files = {f"{name}/manifest.json": "" for name in names}
+        (out / "runs.json").write_text(json.dumps({"files": files}))
+        with tarfile.open(arrived / "out.tar.aa", "w") as archive:
+            archive.add(tmp_path / names, ".")
+        before = listed.read_text() if listed.exists() else ""
+        if taken:
+            gpu_slice.bring(arrived, results)
+            assert listed.read_bytes() == (out / "runs.json").read_bytes()
+        else:
+            with pytest.raises(SystemExit, match="lacks 1 of the runs"):
+                gpu_slice.bring(arrived, results)
+            assert listed.read_text() == before
 
 
 def test_a_process_finds_packages_that_were_there_before(

@@ -13,11 +13,13 @@ import pytest
 
 import second_edition
 from fairvar.runs.archive import condense
+from fairvar.runs.config import Config
 from fairvar.runs.results import gather
 from fairvar.runs.runner import missing
 from fairvar.runs.select import Criterion, Curve
 from fairvar.runs.trials import Summary
 from second_edition import (
+    PILOT_RATES,
     STUDIES,
     SURVIVORS,
     Machine,
@@ -28,6 +30,7 @@ from second_edition import (
     final_cells,
     finished,
     key,
+    pilot,
     restore,
     score,
     tiny,
@@ -64,6 +67,27 @@ def test_a_rung_is_scored_on_its_last_quarter() -> None:
     assert found == pytest.approx(0.7 - 1.96 * 0.1)
     assert variance == pytest.approx(0.05)
     assert score(Summary((), True, {}, {}, births), criterion)[0] == -np.inf
+
+
+def test_the_pilot_finds_the_rates_of_a_study_that_has_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Config] = []
+    machine = Machine(tmp_path, 1, math.inf)
+    monkeypatch.setattr(Machine, "compute", lambda self, cells, *_: asked.extend(cells))
+    monkeypatch.setattr(Machine, "summary", lambda self, cells, _: cells[0].train.lr)
+    monkeypatch.setattr(second_edition, "score", lambda lr, _: (-abs(lr - 0.03), 0.0))
+    study = pilot(replace(tiny(STUDIES["cifar100-tables"]), rates=(), fedavg=()), machine)
+    assert study.rates == pytest.approx([0.01, 0.03, 0.06, 0.09])
+    assert [study.fedavg[0], study.fedavg[-1], len(study.fedavg)] == pytest.approx(
+        [0.003, 0.15, 12]
+    )
+    assert np.diff(np.log(study.fedavg)) == pytest.approx(np.log(50) / 11, abs=0.01)
+    assert [cell.train.lr for cell in asked] == list(PILOT_RATES)
+    told = {
+        (c.method.label, c.protocol, c.data.seed, c.train.rounds, c.select.model) for c in asked
+    }
+    assert told == {("FedAvg", "boxes", 100, 50, "global")}
 
 
 def test_the_final_runs_use_what_was_chosen(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from sentences import (
     judge,
     judge_apart,
     kept,
+    paper_table,
     scoreboard,
     sentences_table,
 )
@@ -145,6 +146,18 @@ def test_tables_have_every_sentence_and_every_cell() -> None:
     assert (len(told), told.count("not measured")) == (2 * 4 * 32, 4 * (24 + 32))
     assert [row.cells["tables"] for row in scoreboard({}).rows] == ["not measured"] * 10
     assert evidence_of([]) == {}
+
+
+def test_who_diverged_on_a_pair_or_in_all_of_tuning_says_so_in_every_table() -> None:
+    nothing = Evidence({}, frozenset(PAPER), tried=dict.fromkeys(PAPER, 12))
+    rest = {m: w for m, w in STAR.windows.items() if m != "AFL"}
+    evidence = {("mnist", 0.05): nothing, ("mnist", 0.1): Evidence(rest, frozenset({"AFL"}))}
+    cells = {row.label: row.cells for row in cells_table({"tables": evidence}).rows}
+    ours = {row.label: row.cells for row in paper_table([], evidence).rows}
+    for method, expected in (("AFL", ["div.", "div."]), ("q-FFL", ["div.", "not measured"])):
+        row = f"MNIST, {method}"
+        assert cells[row]["tables0.05"] == "div."
+        assert [ours[row][f"ours{alpha:g}"] for alpha in (0.05, 0.1)] == expected
 
 
 def test_differences_from_fedavg_are_marked_where_the_interval_leaves_zero_out() -> None:

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from fairvar.common import rng
 from fairvar.engine.history import History
+from fairvar.engine.keys import batch_key
 from fairvar.errors import BadInput, IntegrityError
 from fairvar.metrics import mean_and_variance
 from fairvar.runs import own
@@ -149,14 +150,30 @@ def _elsewhere(run: StoredRun) -> bool:
 def rerun(run: StoredRun, evaluations: int, device: str = "cpu") -> Rerun:
     """Run the rounds up to the given number of evaluations again, and compare."""
     run = _with_code(run)
-    stored, config = run.history(), run.config
+    stored = run.history()
     evaluated = stored.evaluated[:evaluations]
     if not len(evaluated):
         raise BadInput(f"{run.folder.name} was never evaluated: there is nothing to compare")
     _check_here(run)
-    train = replace(config.train, rounds=int(evaluated[-1]), device=device)
-    (again,) = train_runs([replace(config, train=train)])
+    group, rounds = _group(run), int(evaluated[-1])
+    cells = [replace(c, train=replace(c.train, rounds=rounds, device=device))
+             for c in (each.config for each in group)]  # fmt: skip
+    made = zip(group, train_runs(cells), strict=True)
+    (again,) = (history for each, history in made if each.folder == run.folder)
     return compared(run, stored, again)
+
+
+def _group(run: StoredRun) -> list[StoredRun]:
+    """The runs that it trained with, itself among them, if all are stored next to it: a batch forms
+    sums in another order than a single run, and steps that are too long to be stable turn a
+    difference of the last bits into another trajectory. Otherwise itself alone."""
+    names = run.manifest.get("group", ())
+    folders = [run.folder.parent / Path(name).name for name in names]  # never a folder elsewhere
+    if run.folder not in set(folders) or not all(map(is_complete, folders)):
+        return [run]
+    group = [StoredRun.open(folder) for folder in dict.fromkeys(folders)]
+    alike = {(batch_key(r.config), r.identity.data, r.identity.code) for r in group}
+    return group if len(alike) == 1 else [run]
 
 
 def _with_code(run: StoredRun) -> StoredRun:
