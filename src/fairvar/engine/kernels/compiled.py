@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 from fairvar.common.files import open_regular, write_bytes
 from fairvar.common.process import COMPILING, Report
 from fairvar.errors import BadInput, RunFailed, cause
+from fairvar.models.norm import plain_attention
 
 BACKEND = "inductor"
 # Write out sums of up to 5 × 5 products: depthwise convolutions are then fused (models/plain.py).
@@ -177,7 +178,7 @@ def _compile(
         return step(*pytree.tree_unflatten(filled, form))
 
     try:
-        with torch.no_grad():
+        with torch.no_grad(), plain_attention(given[0].device):
             graph = make_fx(flat, tracing_mode="real")(*given)
             graph.graph.eliminate_dead_code()
             graph.recompile()

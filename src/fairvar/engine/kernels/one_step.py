@@ -204,9 +204,10 @@ class PooledPass:
             flat = piece.batch._replace(real=None).map(lambda part: part.flatten(0, 1))
             return task.sample_losses(self.params, self.given_buffers, flat)[0]
         axes = (None, None, piece.batch.axes)
-        losses, buffers = vmap(task.sample_losses, in_dims=axes)(
-            self.params, self.given_buffers, piece.batch
-        )
+        with plain_attention(self.run.device):
+            losses, buffers = vmap(task.sample_losses, in_dims=axes)(
+                self.params, self.given_buffers, piece.batch
+            )
         if remember_buffers:
             self._remember(buffers, self.run.share[piece.place])
         return losses.flatten()
