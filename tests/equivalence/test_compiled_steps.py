@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -203,6 +203,49 @@ def test_recorded_rounds_give_their_numbers_to_the_compiled_step(
         found = fv.train(net, data, method, compile=True, capture=True, **OPTIONS)
         assert max(distance(found, expected).values()) <= 1e-10
     assert len(compiled._COMPILED) == 2
+
+
+def attention(heads: int) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, heads, 16, 0.0, batch_first=True)
+    return nn.Sequential(nn.Flatten(2), nn.Linear(64, 8), layer, nn.Flatten(), nn.Linear(24, 4))
+
+
+def frozen(seed: int) -> nn.Module:
+    net = small_network()
+    with torch.no_grad():
+        net[1].weight.fill_(seed / 100)
+    net[1].requires_grad_(False)
+    return net
+
+
+def hooked(factor: int) -> nn.Module:
+    net = small_network()
+    net[1].register_forward_hook(lambda _module, _inputs, outputs: factor * outputs)
+    return net
+
+
+def tied(layer: int) -> nn.Module:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 4), *(nn.Linear(4, 4) for _ in range(3)))
+    net[4].weight = net[layer].weight
+    return net
+
+
+ALIKE = [(attention, 2, 4), (frozen, 1, 2), (hooked, 1, 2), (tied, 2, 3)]  # as `repr` shows them
+
+
+@pytest.mark.parametrize("how", ["capture", "compile"])
+@pytest.mark.parametrize(("make", "first", "second"), ALIKE)
+def test_models_that_look_alike_do_not_share_recordings(
+    how: str, make: Callable[[int], nn.Module], first: int, second: int
+) -> None:
+    data = federation()
+    for number in (first, second, first):
+        torch.manual_seed(0)
+        net = make(number)
+        expected = fv.train(net, data, fv.FedAvg(), engine="reference", **OPTIONS)
+        found = fv.train(net, data, fv.FedAvg(), **{how: True}, **OPTIONS)
+        assert found.provenance["captured"] is (how == "capture")
+        assert max(distance(found, expected).values()) <= 1e-10
 
 
 def test_groups_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,7 +259,7 @@ def call(
     dicts would lose them).
     """
     state = {**params, **buffers}
-    state.update({alias: state[name] for alias, name in _aliases(module) if name in state})
+    state.update({alias: state[name] for alias, name in aliases(module) if name in state})
     if sample_weight is not None:
         state.update(dict.fromkeys(sample_weight_names(module), sample_weight))
     if sample_keys is not None:
@@ -271,7 +271,7 @@ def call(
     return outputs, {name: state[name] for name in buffers}
 
 
-def _aliases(module: nn.Module) -> Iterator[tuple[str, str]]:
+def aliases(module: nn.Module) -> Iterator[tuple[str, str]]:
     """(other name, first name) of every tied tensor.
 
     torch's `tie_weights=True` would set a layer that is used twice twice, and on the way out put
