@@ -95,6 +95,7 @@ def check_model(
     return examine(module, inputs, targets, classes, together, curvature).problems
 
 
+@torch.enable_grad()
 def examine(
     module: nn.Module,
     inputs: Inputs | None,
