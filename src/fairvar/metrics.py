@@ -175,7 +175,6 @@ def _fairness(
     sd, floor = math.sqrt(variance), float(noise.mean())
     corrected = variance - floor
     draws = resamples if K >= 5 else 0
-    draw = rng.stream(seed, "fairness", "bootstrap").integers(0, K, (draws, K))
     ranked, served, tenth = np.sort(p), metric.worst_first(p), math.ceil(K / 10)
     low, high = float(ranked[0]), float(ranked[-1])
     most = math.inf
@@ -185,7 +184,7 @@ def _fairness(
     least = -scale * float(binomial_noise(np.full(K, 0.5), n).mean()) if noisy else 0.0
 
     def ends(value: float, noise: Floats, least: float) -> tuple[float, float]:
-        return _interval(value, p, noise, scale, draw, interval, (least, most))
+        return _interval(value, p, noise, scale, draws, seed, interval, (least, most))
 
     return Fairness(
         clients=K,
@@ -320,23 +319,25 @@ def _interval(
     p: Floats,
     noise: Floats,
     scale: float,
-    draw: NDArray[np.int64],
+    draws: int,
+    seed: int,
     level: float,
     within: tuple[float, float],
 ) -> tuple[float, float]:
     """Studentised bootstrap over clients for `value`, the mean of scale · squares − noise, cut at
     the ends of what it can be."""
-    if len(draw) == 0 or np.isnan(noise).any() or not math.isfinite(value):
+    if draws == 0 or np.isnan(noise).any() or not math.isfinite(value):
         return math.nan, math.nan
     K = len(p)
     term = scale * _squares(p) - noise
     error = float(term.std()) / math.sqrt(K)
     if error <= 1e-12:  # all clients alike: every resample is the same
         return value, value
-    t = np.empty(len(draw))
+    t = np.empty(draws)
     step = max(1, 4_000_000 // K)  # so that 10 000 clients need no gigabyte
-    for start in range(0, len(draw), step):
-        rows = draw[start : start + step]
+    generator = rng.stream(seed, "fairness", "bootstrap")  # the same draws for every interval
+    for start in range(0, draws, step):
+        rows = generator.integers(0, K, (min(step, draws - start), K))
         z = scale * _squares(p[rows]) - noise[rows]
         centre = z.mean(-1)
         spread = np.sqrt(np.square(z - centre[:, None]).mean(-1) / K)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,7 +113,7 @@ SHARED: list[tuple[str, fv.Method]] = [
 def test_one_step(
     form: str, method: fv.Method, group: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Padded batches, in groups of two clients, the last of which is filled with zeros."""
+    """Padded batches, in groups of two clients, the last of which is filled up."""
     monkeypatch.setattr(compiled, "MOST_TOGETHER", 2)
     data, net = federation(), depthwise_network(group)
     expected = fv.train(net, data, method, engine="reference", **ONE_STEP)
@@ -121,6 +121,35 @@ def test_one_step(
     assert found.provenance["engine"] == form
     assert compiled._COMPILED
     assert None not in compiled._COMPILED.values()
+    assert max(distance(found, expected).values()) <= 1e-10
+
+
+class Unit(nn.Module):
+    """Samples of length one: NaN of zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.square().sum((1, 2, 3), keepdim=True).sqrt()
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize(("form", "method"), SHARED, ids=lambda v: getattr(v, "label", v))
+def test_padding_is_no_zero_that_a_model_divides_by(
+    form: str,
+    method: fv.Method,
+    batch_size: int | None,
+    compiles: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither that of batches, after batch norm, nor that of groups."""
+    monkeypatch.setattr(compiled, "MOST_TOGETHER", 2)
+    torch.manual_seed(0)
+    layers = [Unit(), nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), Unit(), nn.Flatten()]
+    data, net = federation(), nn.Sequential(*layers, nn.Linear(256, 4))
+    more = {**ONE_STEP, "batch_size": batch_size}
+    expected = fv.train(net, data, method, engine="reference", **more)
+    found = fv.train(net, data, method, compile=compiles, **more)
+    assert found.provenance["engine"] == form
     assert max(distance(found, expected).values()) <= 1e-10
 
 
@@ -173,8 +202,12 @@ def test_other_strides_are_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -
         (x.movedim(1, -1).contiguous().movedim(-1, 1), factor.T.contiguous().T),
         (x.as_strided(x.shape, (12, 4, 1, 1)), factor),  # as contiguous, strictly, as x
     ]
+
+    def product(x: Tensor, _: list[Tensor], factor: Tensor) -> tuple[Tensor, tuple[()]]:
+        return x * factor[:, None], ()
+
     for given, shared in layouts:
-        found = compiled.of_group("product", lambda a, b: (a * b[:, None], ()), 2, given, shared)
+        found = compiled.of_group("product", product, 2, given, [], shared)
         assert found is not None
         assert torch.equal(found[0], x * factor[:, None])
     assert len(graphs) == 1
@@ -203,6 +236,49 @@ def test_recorded_rounds_give_their_numbers_to_the_compiled_step(
         found = fv.train(net, data, method, compile=True, capture=True, **OPTIONS)
         assert max(distance(found, expected).values()) <= 1e-10
     assert len(compiled._COMPILED) == 2
+
+
+def attention(heads: int) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, heads, 16, 0.0, batch_first=True)
+    return nn.Sequential(nn.Flatten(2), nn.Linear(64, 8), layer, nn.Flatten(), nn.Linear(24, 4))
+
+
+def frozen(seed: int) -> nn.Module:
+    net = small_network()
+    with torch.no_grad():
+        net[1].weight.fill_(seed / 100)
+    net[1].requires_grad_(False)
+    return net
+
+
+def hooked(factor: int) -> nn.Module:
+    net = small_network()
+    net[1].register_forward_hook(lambda _module, _inputs, outputs: factor * outputs)
+    return net
+
+
+def tied(layer: int) -> nn.Module:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 4), *(nn.Linear(4, 4) for _ in range(3)))
+    net[4].weight = net[layer].weight
+    return net
+
+
+ALIKE = [(attention, 2, 4), (frozen, 1, 2), (hooked, 1, 2), (tied, 2, 3)]  # as `repr` shows them
+
+
+@pytest.mark.parametrize("how", ["capture", "compile"])
+@pytest.mark.parametrize(("make", "first", "second"), ALIKE)
+def test_models_that_look_alike_do_not_share_recordings(
+    how: str, make: Callable[[int], nn.Module], first: int, second: int
+) -> None:
+    data = federation()
+    for number in (first, second, first):
+        torch.manual_seed(0)
+        net = make(number)
+        expected = fv.train(net, data, fv.FedAvg(), engine="reference", **OPTIONS)
+        found = fv.train(net, data, fv.FedAvg(), **{how: True}, **OPTIONS)
+        assert found.provenance["captured"] is (how == "capture")
+        assert max(distance(found, expected).values()) <= 1e-10
 
 
 def test_groups_of_clients(monkeypatch: pytest.MonkeyPatch) -> None:

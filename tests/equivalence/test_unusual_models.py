@@ -334,6 +334,18 @@ def test_scores_are_of_a_clients_own_samples(kind: type[Net]) -> None:
             assert found == pytest.approx(loss, rel=1e-7), (i, which)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.*deprecated")
+@pytest.mark.parametrize("work", [{}, {"batch_size": 2, "local_epochs": 1}])
+def test_attention_beside_batch_norm_is_computed_for_all_clients_at_once(work: dict) -> None:
+    """Without torch's warning that its attention runs client after client."""
+    net = built(Transformer)
+    net.head = nn.Sequential(nn.BatchNorm1d(FEATURES), net.head)  # type: ignore[assignment]
+    for method in (fv.FedAvg(), fv.FairLoss(0.1)):
+        expected = run(net, method, "reference", **work)
+        found = fv.train(net, DATA, method, 3, 0.3, dtype=torch.float64, evaluate_every=2, **work)
+        assert max(distance(found, expected).values()) <= TOLERANCE
+
+
 def test_a_buffer_that_counts_passes_counts_those_of_training_only() -> None:
     """Three rounds of one step: three passes, whatever was evaluated in between."""
     history = run(built(Counts), fv.FedAvg(), evaluate_every=1)

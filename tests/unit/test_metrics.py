@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -339,3 +340,15 @@ def test_worst_class_of_client():
     np.testing.assert_array_equal(found, [0.5, math.nan, 1.0, 0.0])
     with pytest.raises(BadInput):
         metrics.worst_class_of_client([1], [0], [-1])
+
+
+def test_intervals_of_many_clients_need_no_table_of_draws():
+    """The draws of all resamples would take 16 GB for a million clients."""
+    K, resamples = 200_000, 200
+    p = np.random.default_rng(0).uniform(size=K)
+    tracemalloc.start()
+    found = fairness(p, np.full(K, 50), resamples=resamples)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found.corrected_variance_interval[0] < found.corrected_variance
+    assert peak < 8 * K * resamples

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fairvar as fv
 from fairvar.errors import RunFailed
 from fairvar.methods import simplex
-from fairvar.methods.aaggff import CDFS, VARIANCES
+from fairvar.methods.aaggff import CDFS, VARIANCES, response
 from fairvar.methods.base import Replies
 from fairvar.methods.simplex import (
     _iterate,
@@ -143,6 +143,15 @@ def test_weights_are_exact_in_every_round(kind: str, variant: str, clients: int)
                 torch.testing.assert_close(
                     weights, converge(diagonal, gram, c, share), rtol=0, atol=1e-12
                 )
+
+
+@pytest.mark.parametrize("cdf", CDFS)
+def test_responses_to_negative_losses_are_probabilities(cdf: str) -> None:
+    """Of a loss function of the user's: 1 − e^(−z) of z = −1e9 was infinite."""
+    for losses in ([-1.0, 1.0 + 1e-9], [-3.0, 0.0, 5.0], [-1e300, 2e300, 0.0, 1.0]):
+        r = response(torch.tensor(losses, dtype=torch.float64).sort().values, cdf)
+        assert bool(((r >= 0) & (r <= 1)).all())
+        assert bool((r.diff() >= 0).all())
 
 
 def test_a_thousand_clients() -> None:

@@ -617,3 +617,17 @@ def test_labels_in_a_column_are_explained() -> None:
     pairs = [(np.eye(4), np.arange(4)[:, None] % 2)]
     with pytest.raises(fv.BadInput, match="if a sample has one label, give y as an array"):
         fv.train("multinomial", fv.Federation.from_arrays(pairs), fv.FedAvg(), 1)
+
+
+@by_label
+def test_training_where_gradients_are_switched_off(method: fv.Method) -> None:
+    """As notebooks do for evaluation. Threads of clients had gradients, one thread had none."""
+    net = small_cnn(batch_norm=True)
+    data, options = images(3), {"rounds": 2, "lr": 0.1, "batch_size": 4, "local_epochs": 1}
+    expected = fv.train(net, data, method, **options)  # type: ignore[arg-type]
+    with torch.no_grad():
+        found = fv.train(net, data, method, **options)  # type: ignore[arg-type]
+        fv.new_clients(found, net, data, evaluate_splits=("train",))
+        assert fv.check_model(net, data.train.x[:4].float()) == []
+        assert not torch.is_grad_enabled()
+    assert all(torch.equal(found.model[k], leaf) for k, leaf in expected.model.items())

@@ -81,6 +81,7 @@ class NewClients:
         return "\n".join(lines)
 
 
+@torch.enable_grad()
 def new_clients(
     history: History,
     model: nn.Module | str,

@@ -24,9 +24,10 @@ from fairvar.engine.losses import (
 from fairvar.engine.settings import TrainSettings
 from fairvar.errors import BadInput, cause
 from fairvar.models import Problem, build
-from fairvar.models.check import Findings, examine, examine_loss, repr_is_complete
+from fairvar.models.check import Findings, description, examine, examine_loss
 from fairvar.models.norm import apply, call, dropout_layers, swap_batch_norm, swap_dropout
 from fairvar.models.plain import plain_layers, swap_convolutions
+from fairvar.models.weights import checksum
 from fairvar.scores import ACCURACY, Metric
 
 
@@ -89,12 +90,15 @@ class Task:
         layers = [m for m in self.original.modules() if isinstance(m, nn.Conv2d)]
         return any(1 < layer.groups == layer.in_channels for layer in layers)
 
-    @property
+    @cached_property
     def kind(self) -> tuple[object, ...]:
-        """Equal for models that differ in the values of their parameters only."""
+        """Equal for tasks that compute the same functions of parameters and buffers: their models
+        differ in the values of these only."""
         module = self.original
         shapes = tuple((k, v.shape, v.dtype) for k, v in self.params.items())
-        known = repr(module) if repr_is_complete(module) else id(module)
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        fixed = {k: v.detach().cpu() for k, v in tensors if k not in {*self.params, *self.buffers}}
+        known = description(module), checksum(fixed)
         return known, shapes, self.loss, self.metric, self.metric.function
 
     def sample_losses(self, params: Tree, buffers: Tree, batch: Batch) -> tuple[Tensor, Tree]:
@@ -151,11 +155,12 @@ _FOUND: dict[object, Findings] = {}
 
 def _examined(module: nn.Module, sample: Inputs, curvature: bool) -> Findings:
     """`examine`, once for each kind of model, because a sweep prepares the same one repeatedly."""
-    if not repr_is_complete(module):
+    known = description(module)
+    if known is module:
         return examine(module, sample, curvature=curvature)
     trained = tuple(p.requires_grad for p in module.parameters())
     outline = str(map_inputs(lambda part: (part.shape, part.dtype, part.device), sample))
-    key = (repr(module), trained, outline, curvature)
+    key = (known, trained, outline, curvature)
     if key in _FOUND:
         return _FOUND[key]
     found = examine(module, sample, curvature=curvature)

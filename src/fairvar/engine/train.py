@@ -208,6 +208,7 @@ def _checked_start(state: object, rounds: int) -> Checkpoint:
     return Checkpoint(state, None)
 
 
+@torch.enable_grad()
 def run_rounds(
     model: nn.Module | str,
     federation: Federation,

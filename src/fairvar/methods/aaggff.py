@@ -23,10 +23,11 @@ from fairvar.methods.simplex import (
 VARIANCES = 120.0
 FAR = 1e-6  # a distance from the minimum larger than rounding
 
+# The first three are of distributions over positive numbers.
 CDFS: dict[str, Callable[[Tensor], Tensor]] = {
-    "weibull": lambda z: 1 - torch.exp(-(z**2)),
-    "exponential": lambda z: 1 - torch.exp(-z),
-    "frechet": lambda z: torch.exp(-1 / z),
+    "weibull": lambda z: 1 - torch.exp(-(z.clamp(min=0) ** 2)),
+    "exponential": lambda z: 1 - torch.exp(-z.clamp(min=0)),
+    "frechet": lambda z: torch.exp(-1 / z.clamp(min=0)),
     "normal": lambda z: 0.5 * (1 + torch.erf((z - 1) / sqrt(2))),  # the authors' code has erfc
     "gumbel": lambda z: torch.exp(-torch.exp(-(z - 1))),
     "logistic": lambda z: torch.sigmoid(z - 1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,7 @@ from fairvar.models.norm import (
     DROPOUT,
     SWAPPED,
     PlainBatchNorm,
+    aliases,
     apply,
     call,
     hessian_product,
@@ -94,6 +95,7 @@ def check_model(
     return examine(module, inputs, targets, classes, together, curvature).problems
 
 
+@torch.enable_grad()
 def examine(
     module: nn.Module,
     inputs: Inputs | None,
@@ -153,10 +155,26 @@ def _restoring(inputs: Inputs) -> Iterator[None]:
         yield
 
 
-def repr_is_complete(module: nn.Module) -> bool:
-    """Whether `repr(module)` describes it completely: all layers are of torch or fairvar."""
-    ours = ("torch.nn.", "fairvar.models.")
-    return all(type(m).__module__.startswith(ours) for m in module.modules())
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
+
+
+def description(module: nn.Module) -> Hashable:
+    """Equal for modules that compute the same function of parameters and buffers. (`repr` leaves
+    out settings, such as the number of heads of attention.) Known for layers of torch and fairvar
+    without hooks; any other module is equal to itself only."""
+    found: list[Hashable] = [tuple(aliases(module))]
+    for name, layer in module.named_modules(remove_duplicate=False):
+        ours = type(layer).__module__.startswith(("torch.nn.", "fairvar.models."))
+        hooks = (layer._forward_hooks, layer._forward_pre_hooks,
+                 layer._backward_hooks, layer._backward_pre_hooks)  # fmt: skip
+        if not ours or any(hooks) or isinstance(layer, nn.RNNBase):  # whose settings hold weights
+            return module
+        settings = {k: v for k, v in vars(layer).items() if k not in _OF_EVERY_MODULE}
+        plain = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+        if not all(isinstance(v, Hashable) for v in plain.values()):
+            return module
+        found.append((name, type(layer), frozenset(plain.items())))
+    return tuple(found)
 
 
 def _parameter_problems(module: nn.Module) -> Iterator[Problem]:

@@ -46,8 +46,9 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 class PlainBatchNorm(_BatchNorm):
     """y = (x − μ) / √(σ² + ε) · weight + bias, with μ and σ² over the real samples of the batch.
 
-    `sample_weight` (b,) marks real samples with 1 and padding with 0; None means all are real. The
-    output of padding is `bias`, and no gradient flows through it. Running statistics follow torch:
+    `sample_weight` (b,) marks real samples with 1 and padding with 0; None means all are real.
+    Padding, which the loss leaves out, is normalised as well: a copy of a sample remains a copy, of
+    which no later layer makes NaN. Running statistics follow torch:
     r ← (1 − momentum) r + momentum · statistic, the variance with n − 1 of the real values. A batch
     with fewer than two real values per channel has no variance and leaves them as they are.
     """
@@ -118,8 +119,8 @@ class PlainBatchNorm(_BatchNorm):
             count = real.sum().to(x.dtype) * (values // x.shape[0])
             divisor = count.clamp(min=1)
             mean = torch.where(real, x, 0).sum(axes) / divisor
-            centred = torch.where(real, x - _per_channel(mean, x), 0)
-            variance = centred.square().sum(axes) / divisor
+            centred = x - _per_channel(mean, x)
+            variance = torch.where(real, centred, 0).square().sum(axes) / divisor
         if self.training and self.running_mean is not None:
             self._remember(mean.detach(), variance.detach(), count)
         return centred, variance
@@ -259,7 +260,7 @@ def call(
     dicts would lose them).
     """
     state = {**params, **buffers}
-    state.update({alias: state[name] for alias, name in _aliases(module) if name in state})
+    state.update({alias: state[name] for alias, name in aliases(module) if name in state})
     if sample_weight is not None:
         state.update(dict.fromkeys(sample_weight_names(module), sample_weight))
     if sample_keys is not None:
@@ -271,7 +272,7 @@ def call(
     return outputs, {name: state[name] for name in buffers}
 
 
-def _aliases(module: nn.Module) -> Iterator[tuple[str, str]]:
+def aliases(module: nn.Module) -> Iterator[tuple[str, str]]:
     """(other name, first name) of every tied tensor.
 
     torch's `tie_weights=True` would set a layer that is used twice twice, and on the way out put

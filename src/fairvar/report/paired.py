@@ -6,6 +6,7 @@ other than methods do. The same clients, test samples and seeds cancel that.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from fairvar.common import rng
 from fairvar.errors import BadInput
 from fairvar.metrics import binomial_noise
 from fairvar.scores import ACCURACY, Metric
+
+DRAWN_AT_ONCE = 1 << 24  # clients: with many of them, 2000 draws at once do not fit in memory
 
 
 class Difference(NamedTuple):
@@ -78,16 +81,22 @@ def compare(
     measured = _measured(a, b, samples)
     p, q = (v[..., measured].reshape(-1, v.shape[-2], measured.sum()) for v in (a, b))
     n, (_, seeds, clients) = samples[measured], p.shape
-    rows, columns = _draw(seeds, clients, resamples, seed)
-    # How often each seed and client was drawn: resampled means are then matrix products.
-    times = _counts(columns[:, 0], clients)
-    turns = _counts(rows[:, :, 0], seeds) / seeds
 
     def differ(times: Float[np.ndarray, "draws n"]) -> Float[np.ndarray, "3 draws seeds"]:
         one, other = (np.stack(_over_rounds(v, n, times, metric)) for v in (p, q))
         return one - other
 
-    drawn = (turns * differ(times)).sum(2)
+    def tenths(draw: object) -> Float[np.ndarray, " draws"]:
+        sign = metric.sign  # the worst are the highest where lower is better
+        return sign * (_worst(sign * p[0][draw]) - _worst(sign * q[0][draw]))
+
+    drawn, worst_drawn = [], []
+    for rows, columns in _draw(seeds, clients, resamples, seed):
+        # How often each seed and client was drawn: resampled means are then matrix products.
+        times, turns = _counts(columns[:, 0], clients), _counts(rows[:, :, 0], seeds) / seeds
+        drawn.append((turns * differ(times)).sum(2))
+        if a.ndim == 2:
+            worst_drawn.append(tenths((rows, columns)))
     seen = differ(np.ones((1, clients))).mean((1, 2))
     change, error = np.full((2, len(samples)), np.nan)
     by_seed = (p - q).mean(0)
@@ -96,11 +105,8 @@ def compare(
         error[measured] = by_seed.std(0, ddof=1) / np.sqrt(seeds)
     worst = None
     if a.ndim == 2:
-        sign = metric.sign  # the worst are the highest where lower is better
-        tenths = [sign * (_worst(sign * p[0][draw]) - _worst(sign * q[0][draw]))
-                  for draw in ((None,), (rows, columns))]  # fmt: skip
-        (worst,) = _differences(tenths[0], tenths[1][None])
-    accuracy, variance, corrected = _differences(seen, drawn)
+        (worst,) = _differences(tenths(None), np.concatenate(worst_drawn)[None])
+    accuracy, variance, corrected = _differences(seen, np.concatenate(drawn, 1))
     return Paired(accuracy, variance, corrected, change, error, worst, metric)
 
 
@@ -121,10 +127,13 @@ def _measured(
 
 def _draw(
     seeds: int, clients: int, resamples: int, seed: int
-) -> tuple[Int64[np.ndarray, "draws seeds one"], Int64[np.ndarray, "draws one n"]]:
+) -> Iterator[tuple[Int64[np.ndarray, "draws seeds one"], Int64[np.ndarray, "draws one n"]]]:
+    """Seeds and clients of all resamples, some at a time."""
     generator = rng.stream(seed, "paired", seeds, clients)
     rows = generator.integers(seeds, size=(resamples, seeds, 1))
-    return rows, generator.integers(clients, size=(resamples, 1, clients))
+    step = max(1, DRAWN_AT_ONCE // clients)
+    for some in np.split(rows, range(step, resamples, step)):
+        yield some, generator.integers(clients, size=(len(some), 1, clients))
 
 
 def _differences(
@@ -135,7 +144,9 @@ def _differences(
 
 
 def _counts(drawn: Int64[np.ndarray, "draws k"], size: int) -> Float[np.ndarray, "draws size"]:
-    return (drawn[:, :, None] == np.arange(size)).sum(1).astype(float)
+    places = drawn + size * np.arange(len(drawn))[:, None]
+    counts = np.bincount(places.ravel(), minlength=len(drawn) * size)
+    return counts.reshape(len(drawn), size).astype(float)
 
 
 def _over_rounds(

@@ -6,7 +6,7 @@ plain operations as well (`models/plain.py`), which the compiler fuses.
 
 Compiling takes minutes for each shape. So there are two: a group of clients, with a mask of real
 samples and without one. (Masks in batch norm make a step of MobileNetV2 a fifth slower.) A round
-consists of as many calls as its active clients fill groups; zeros fill the last group.
+consists of as many calls as its active clients fill groups.
 
 `FAIRVAR_COMPILED=FILE` keeps what the compiler made in a file, for later processes and for other
 machines with the same GPU and torch: compiling then takes a fraction of the time. The file is a
@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 from fairvar.common.files import open_regular, write_bytes
 from fairvar.common.process import COMPILING, Report
 from fairvar.errors import BadInput, RunFailed, cause
+from fairvar.models.norm import plain_attention
 
 BACKEND = "inductor"
 # Write out sums of up to 5 × 5 products: depthwise convolutions are then fused (models/plain.py).
@@ -98,13 +99,22 @@ def with_compiling(report: Report, done: int, total: int) -> Iterator[Report]:
 
 
 def of_group(
-    key: object, step: Callable[..., Any], width: int, stacked: Any, shared: Any
+    key: object,
+    step: Callable[..., Any],
+    width: int,
+    stacked: Any,
+    weights: list[Tensor],
+    shared: Any,
 ) -> tuple[Any, Any] | None:
-    """`step(stacked, shared)` compiled, for at most `width` clients along the first axis of
-    `stacked`; None if it does not compile. `key` says what it computes, apart from shapes. A step
-    returns results of every client, and sums over them to which zeros contribute nothing."""
+    """`step(stacked, weights, shared)` compiled, for at most `width` clients along the first axis
+    of `stacked` and `weights`; None if it does not compile. `key` says what it computes, apart from
+    shapes. A step returns results of every client, and sums over them with these weights. (Copies
+    of the first client, with weights of zero, fill a group: of zeros a model may make NaN.)"""
     clients = len(pytree.tree_leaves(stacked)[0])
-    found = _call(key, step, pytree.tree_map(lambda leaf: _filled(leaf, width), stacked), shared)
+    if clients < width:
+        stacked = pytree.tree_map(lambda leaf: _filled(leaf, width, 1), stacked)
+        weights = [_filled(leaf, width, 0) for leaf in weights]
+    found = _call(key, step, (stacked, weights), shared)
     if found is None or clients == width:
         return found
     each, sums = found
@@ -112,14 +122,21 @@ def of_group(
 
 
 def in_groups(
-    key: object, step: Callable[..., Any], width: int, stacked: Any, shared: Any
+    key: object,
+    step: Callable[..., Any],
+    width: int,
+    stacked: Any,
+    weights: list[Tensor],
+    shared: Any,
 ) -> tuple[Any, Any] | None:
     """The same of any number of clients, group after group."""
     clients, made = len(pytree.tree_leaves(stacked)[0]), []
     for start in range(0, clients, width):
         some = slice(start, start + width)
-        group = pytree.tree_map(lambda leaf, s=some: None if leaf is None else leaf[s], stacked)
-        found = of_group(key, step, width, group, shared)
+        group, w = pytree.tree_map(
+            lambda leaf, s=some: None if leaf is None else leaf[s], (stacked, weights)
+        )
+        found = of_group(key, step, width, group, w, shared)
         if found is None:
             return None
         made.append(found)
@@ -130,11 +147,12 @@ def in_groups(
     )
 
 
-def _filled(leaf: Tensor | None, width: int) -> Tensor | None:
-    """Zeros up to `width` rows."""
-    if leaf is None or len(leaf) == width:
+def _filled(leaf: Any, width: int, factor: int) -> Any:
+    """Up to `width` rows: the first one times this factor."""
+    if leaf is None:
         return leaf
-    return torch.cat([leaf, leaf.new_zeros(width - len(leaf), *leaf.shape[1:])])
+    more = factor * leaf[:1].expand(width - len(leaf), *leaf.shape[1:])
+    return torch.cat([leaf, more.to(leaf.dtype)])
 
 
 def _laid_out(leaf: Tensor) -> Tensor:
@@ -145,10 +163,12 @@ def _laid_out(leaf: Tensor) -> Tensor:
     return leaf.contiguous().flatten().view(leaf.shape)
 
 
-def _call(key: object, step: Callable[..., Any], group: Any, shared: Any) -> tuple[Any, Any] | None:
+def _call(
+    key: object, step: Callable[..., Any], group: tuple[Any, Any], shared: Any
+) -> tuple[Any, Any] | None:
     if key in _FAILED:
         return None
-    leaves, form = pytree.tree_flatten((group, shared))
+    leaves, form = pytree.tree_flatten((*group, shared))
     with torch.no_grad():
         given = [_laid_out(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
     shape = key, str(form), *((leaf.shape, leaf.dtype, leaf.device) for leaf in given)
@@ -177,7 +197,7 @@ def _compile(
         return step(*pytree.tree_unflatten(filled, form))
 
     try:
-        with torch.no_grad():
+        with torch.no_grad(), plain_attention(given[0].device):
             graph = make_fx(flat, tracing_mode="real")(*given)
             graph.graph.eliminate_dead_code()
             graph.recompile()

@@ -173,9 +173,7 @@ class PooledPass:
             return None
         task, axes = run.task.plain, (None, None, piece.batch.axes)
 
-        def step(some: tuple[Batch, list[Tensor]], model: tuple[Tree, Tree]) -> Any:
-            batch, weights = some
-
+        def step(batch: Batch, weights: list[Tensor], model: tuple[Tree, Tree]) -> Any:
             def sample_losses(params: Tree) -> tuple[Tensor, Tree]:
                 found: tuple[Tensor, Tree] = vmap(task.sample_losses, in_dims=axes)(
                     params, model[1], batch
@@ -188,7 +186,7 @@ class PooledPass:
         weights = [c.to(run.dtype)[piece.place][:, None] * piece.share for c in coefficients]
         key = "pooled", bool(weights), run.task.kind, run.precision
         model = tree_map(Tensor.detach, self.params), self.given_buffers
-        found = of_group(key, step, _together(run), (piece.batch, weights), model)
+        found = of_group(key, step, _together(run), piece.batch, weights, model)
         if found is None:
             return None
         (losses, buffers), sums = found
@@ -204,9 +202,10 @@ class PooledPass:
             flat = piece.batch._replace(real=None).map(lambda part: part.flatten(0, 1))
             return task.sample_losses(self.params, self.given_buffers, flat)[0]
         axes = (None, None, piece.batch.axes)
-        losses, buffers = vmap(task.sample_losses, in_dims=axes)(
-            self.params, self.given_buffers, piece.batch
-        )
+        with plain_attention(self.run.device):
+            losses, buffers = vmap(task.sample_losses, in_dims=axes)(
+                self.params, self.given_buffers, piece.batch
+            )
         if remember_buffers:
             self._remember(buffers, self.run.share[piece.place])
         return losses.flatten()
@@ -354,7 +353,11 @@ def _client_gradients(run: Run, state: State, blocks: BlockSamples) -> tuple[Ten
     """f_i and ∇f_i of every client at x^t, and the averaged buffers after the batch."""
 
     def made(
-        task: Task, some: tuple[Batch, Tensor], model: tuple[Tree, Tree], chunk: int | None = None
+        task: Task,
+        some: tuple[Batch, Tensor],
+        _: list[Tensor],
+        model: tuple[Tree, Tree],
+        chunk: int | None = None,
     ) -> Any:
         def block_loss(params: Tree, batch: Batch, share: Tensor) -> tuple[Tensor, Tree]:
             losses, buffers = task.sample_losses(params, model[1], batch)
@@ -366,9 +369,9 @@ def _client_gradients(run: Run, state: State, blocks: BlockSamples) -> tuple[Ten
 
     some, model = (blocks.batch, blocks.share), (state.x, state.buffers)
     with plain_attention(run.device):
-        found = _compiled_blocks(run, "gradients", lambda *of: (made(*of), ()), some, model)
+        found = _compiled_blocks(run, "gradients", lambda *of: (made(*of), ()), some, [], model)
         gradients, (losses, buffers) = (
-            made(run.task.apart, some, model, run.blocks_at_once) if found is None else found[0]
+            made(run.task.apart, some, [], model, run.blocks_at_once) if found is None else found[0]
         )
     loss = torch.zeros_like(run.share).index_add_(0, blocks.place, losses.double())
     if len(blocks.place) > len(run.ids):
@@ -380,13 +383,18 @@ def _client_gradients(run: Run, state: State, blocks: BlockSamples) -> tuple[Ten
 
 
 def _compiled_blocks(
-    run: Run, what: str, step: Callable[..., Any], stacked: Any, model: tuple[Tree, Tree]
+    run: Run,
+    what: str,
+    step: Callable[..., Any],
+    stacked: Any,
+    weights: list[Tensor],
+    model: tuple[Tree, Tree],
 ) -> tuple[Any, Any] | None:
-    """`in_groups` of step(task, stacked, model); None if it is not compiled."""
+    """`in_groups` of step(task, stacked, weights, model); None if it is not compiled."""
     if run.compiles != "blocked":
         return None
     task, key = run.task.plain, (what, run.task.kind, run.precision)
-    return in_groups(key, partial(step, task), _together(run), stacked, model)
+    return in_groups(key, partial(step, task), _together(run), stacked, weights, model)
 
 
 def _by_client(run: Run, blocks: BlockSamples, leaf: Tensor) -> Tensor:
@@ -423,10 +431,12 @@ def _weighted_curvature(
     weight = weights.to(run.dtype)[blocks.place]
 
     def made(
-        task: Task, some: tuple[Any, ...], model: tuple[Tree, Tree], chunk: int | None = None
+        task: Task,
+        some: tuple[Any, ...],
+        weights: list[Tensor],
+        model: tuple[Tree, Tree],
+        chunk: int | None = None,
     ) -> Tree:
-        *given, weight = some
-
         def slope(params: Tree) -> Tensor:
             def along(v: Tree, batch: Batch, share: Tensor) -> Tensor:
                 def block_loss(at: Tree) -> Tensor:
@@ -435,16 +445,16 @@ def _weighted_curvature(
                 return jvp(block_loss, (params,), (v,))[1]
 
             axes = (0, blocks.batch.axes, 0)
-            return (weight * vmap(along, axes, chunk_size=chunk)(*given)).sum()
+            return (weights[0] * vmap(along, axes, chunk_size=chunk)(*some)).sum()
 
         found: Tree = grad(slope)(model[0])
         return found
 
-    some, model = (away, blocks.batch, blocks.share, weight), (state.x, state.buffers)
-    found = _compiled_blocks(run, "curvature", lambda *of: ((), made(*of)), some, model)
+    some, model = (away, blocks.batch, blocks.share), (state.x, state.buffers)
+    found = _compiled_blocks(run, "curvature", lambda *of: ((), made(*of)), some, [weight], model)
     if found is not None:
         return found[1]
-    return made(run.task.apart, some, model, run.blocks_at_once)
+    return made(run.task.apart, some, [weight], model, run.blocks_at_once)
 
 
 def jvp(function: Callable[..., Any], primals: Any, tangents: Any) -> tuple[Any, Any]:

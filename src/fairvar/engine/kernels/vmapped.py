@@ -342,7 +342,7 @@ def _compiled_step(
     axes = (0, 0, batch.axes, None if full is None else 0)
 
     def step(
-        some: tuple[Any, ...], received: tuple[Any, ...]
+        some: tuple[Any, ...], _: list[Tensor], received: tuple[Any, ...]
     ) -> tuple[tuple[Models, _Step], tuple[()]]:
         (params, buffers, v), batch, full = some
         numbers, mean_loss, g, x, lr = received
@@ -368,7 +368,7 @@ def _compiled_step(
     rule = run.clip_norm, run.weight_decay, run.momentum, run.precision
     width = group_width(len(run.ids))
     key = (run.task.kind, form, rule)
-    found = of_group(key, step, width, (models, batch, full), received)
+    found = of_group(key, step, width, (models, batch, full), [], received)
     return None if found is None else found[0]
 
 
