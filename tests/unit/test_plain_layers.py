@@ -7,7 +7,13 @@ from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fairvar.models import MobileNetV2, call, swap_batch_norm
-from fairvar.models.plain import PlainConv2d, PlainGroupNorm, plain_layers
+from fairvar.models.plain import (
+    PlainConv2d,
+    PlainGroupNorm,
+    TwiceConv2d,
+    plain_layers,
+    twice_layers,
+)
 
 LAYERS = {
     "1x1": nn.Conv2d(4, 6, 1),
@@ -43,9 +49,20 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
 
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("side", [(8, 9), (7, 12)])
-def test_values_gradients_curvature_of_clients(name: str, side: tuple[int, int]) -> None:
+@pytest.mark.parametrize("kind", [PlainConv2d, TwiceConv2d])
+def test_values_gradients_curvature_of_clients(
+    name: str, side: tuple[int, int], kind: type[nn.Conv2d]
+) -> None:
     layer = LAYERS[name].double()
-    clients_agree(layer, PlainConv2d.like(layer), (layer.in_channels, *side))
+    clients_agree(layer, kind.like(layer), (layer.in_channels, *side))
+
+
+def test_layers_for_two_derivatives_share_parameters_and_leave_others() -> None:
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.GroupNorm(3, 3), nn.Conv1d(3, 3, 1))
+    circular = nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")
+    made = [type(m) for m in twice_layers(nn.Sequential(*net, circular))]
+    assert made == [TwiceConv2d, nn.GroupNorm, nn.Conv1d, nn.Conv2d]
+    assert net.state_dict().keys() == twice_layers(net).state_dict().keys()
 
 
 @pytest.mark.parametrize("affine", [False, True])

@@ -26,7 +26,7 @@ from fairvar.errors import BadInput, cause
 from fairvar.models import Problem, build
 from fairvar.models.check import Findings, description, examine, examine_loss
 from fairvar.models.norm import apply, call, dropout_layers, swap_batch_norm, swap_dropout
-from fairvar.models.plain import plain_layers, swap_convolutions
+from fairvar.models.plain import plain_layers, swap_convolutions, twice_layers
 from fairvar.models.weights import checksum
 from fairvar.scores import ACCURACY, Metric
 
@@ -67,6 +67,12 @@ class Task:
         """The same task with layers in plain operations, for torch.compile."""
         training, evaluating = (plain_layers(m) for m in (self.training, self.evaluating))
         return replace(self, training=training, evaluating=evaluating)
+
+    @cached_property
+    def twice(self) -> Task:
+        """The same task for clients that train in turn and whose passes are differentiated twice:
+        5 % faster for avgcnn. (Products in bfloat16 keep torch's layers.)"""
+        return self if self.half else replace(self, training=twice_layers(self.training))
 
     @cached_property
     def in_turn(self) -> bool:

@@ -20,6 +20,8 @@ avgcnn take 5.8 ms a step instead of 10.2, with curvature 19.8 instead of 34.5
 the k × (columns + k − 1) inputs that they see: fewer copies than k² of each input, for products
 with some zeros in the (banded) weights.
 
+For clients that train in turn on a CPU (`twice_layers`): torch's kernels for every derivative.
+
 Group norm is rewritten because torch's own refuses, under vmap in forward mode, inputs whose
 channels come last, which is how products leave them. Batch norm: `norm.py`.
 """
@@ -28,12 +30,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.nn.functional import pad
+from torch.nn.functional import conv2d, pad
 
 from fairvar.models.norm import swap_layers
 
@@ -79,8 +82,55 @@ def _spread(y: Tensor, w: Tensor, stride: Pair, size: Pair) -> Tensor:
     return _weighted(y, w.flip(1, 2), (1, 1))
 
 
-class _Depthwise(Function):
-    """y = x ⋆ w, channel by channel, for x (b, c, h, w) and w (c, *kernel), and its two adjoints.
+@dataclass(frozen=True)
+class _Depthwise:
+    """x ⋆ w channel by channel, for x (b, c, *size) and w (c, *kernel), and its two adjoints."""
+
+    stride: Pair
+    size: Pair
+    kernel: Pair
+
+    def y(self, x: Tensor, w: Tensor) -> Tensor:
+        return _weighted(x, w, self.stride)
+
+    def x(self, y: Tensor, w: Tensor) -> Tensor:
+        return _spread(y, w, self.stride, self.size)
+
+    def w(self, x: Tensor, y: Tensor) -> Tensor:
+        return (_seen(x, self.kernel, self.stride) * y[..., None, None]).sum((0, 2, 3))
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """The same by torch's kernels; `how`: stride, padding, dilation and groups."""
+
+    how: tuple[Any, ...]
+    size: tuple[int, ...]  # of x
+    kernel: tuple[int, ...]  # of w
+
+    def y(self, x: Tensor, w: Tensor) -> Tensor:
+        return conv2d(x, w, None, *self.how)
+
+    def x(self, y: Tensor, w: Tensor) -> Tensor:
+        shape_of_x = y.new_empty(1).expand(self.size)  # its values are not used
+        return self._adjoints(y, shape_of_x, w, (True, False, False))[0]
+
+    def w(self, x: Tensor, y: Tensor) -> Tensor:
+        shape_of_w = y.new_empty(1).expand(self.kernel)
+        return self._adjoints(y, x, shape_of_w, (False, True, False))[1]
+
+    def _adjoints(
+        self, y: Tensor, x: Tensor, w: Tensor, wanted: tuple[bool, bool, bool]
+    ) -> tuple[Tensor, ...]:
+        stride, padding, dilation, groups = self.how
+        found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
+            y, x, w, None, stride, padding, dilation, False, (0, 0), groups, wanted
+        )
+        return found
+
+
+class _Product(Function):
+    """y = x ⋆ w, and its two adjoints.
 
     The form Σ y · (x ⋆ w) is linear in each of x, w and y. `made` names the one of which the
     derivative is computed from the other two; so the derivatives of such a map are such maps.
@@ -90,12 +140,9 @@ class _Depthwise(Function):
     FROM = {"y": ("x", "w"), "x": ("y", "w"), "w": ("x", "y")}  # noqa: RUF012
 
     @staticmethod
-    def forward(a: Tensor, b: Tensor, made: str, stride: Pair, size: Pair, kernel: Pair) -> Tensor:
-        if made == "y":
-            return _weighted(a, b, stride)
-        if made == "x":
-            return _spread(a, b, stride, size)
-        return (_seen(a, kernel, stride) * b[..., None, None]).sum((0, 2, 3))
+    def forward(a: Tensor, b: Tensor, made: str, maps: _Depthwise | _Convolution) -> Tensor:
+        found: Tensor = getattr(maps, made)(a, b)
+        return found
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -105,18 +152,20 @@ class _Depthwise(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        made, *how = ctx.how
-        names = _Depthwise.FROM[made]
+        made, maps = ctx.how
+        names = _Product.FROM[made]
         known = {made: gradient, **dict(zip(names, ctx.saved_tensors, strict=True))}
-        pairs = {name: [known[other] for other in _Depthwise.FROM[name]] for name in names}
-        found = [_Depthwise.apply(*pair, name, *how) for name, pair in pairs.items()]
-        return (*found, None, None, None, None)
+        found: list[Tensor | None] = []
+        for name, needed in zip(names, ctx.needs_input_grad, strict=False):
+            pair = [known[other] for other in _Product.FROM[name]]
+            found.append(_Product.apply(*pair, name, maps) if needed else None)
+        return (*found, None, None)
 
     @staticmethod
     def jvp(ctx: Any, da: Tensor | None, db: Tensor | None, *_: None) -> Tensor:
         a, b = ctx.saved_tensors
-        parts = [] if da is None else [_Depthwise.apply(da, b, *ctx.how)]
-        parts += [] if db is None else [_Depthwise.apply(a, db, *ctx.how)]
+        parts = [] if da is None else [_Product.apply(da, b, *ctx.how)]
+        parts += [] if db is None else [_Product.apply(a, db, *ctx.how)]
         found: Tensor = parts[0] if len(parts) == 1 else parts[0] + parts[1]
         return found
 
@@ -140,9 +189,8 @@ class PlainConv2d(_Recast, nn.Conv2d):
         times = self.out_channels // self.in_channels
         if times == 1 and self.dilation == (1, 1):
             size = x.shape[2], x.shape[3]
-            y: Tensor = _Depthwise.apply(
-                x, self.weight[:, 0], "y", self.stride, size, self.kernel_size
-            )
+            maps = _Depthwise(self.stride, size, self.kernel_size)  # type: ignore[arg-type]
+            y: Tensor = _Product.apply(x, self.weight[:, 0], "y", maps)
             return y
         w = self.weight.reshape(1, self.in_channels, times, 1, 1, -1)
         total = None
@@ -288,6 +336,33 @@ def swap_convolutions(module: nn.Module) -> nn.Module:
 
     made = swap_layers(module, lambda layer: _swapped(layer, ProductConv2d, fits))
     return made if any(isinstance(layer, ProductConv2d) for layer in made.modules()) else module
+
+
+# --- for clients that train in turn ---------------------------------------------------------------
+
+
+class TwiceConv2d(_Recast, nn.Conv2d):
+    """`nn.Conv2d` whose derivatives of any order are convolutions and their adjoints. For the
+    second, torch makes convolutions with kernels as large as the image, which take longer."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        x, padding = input, self.padding
+        if isinstance(padding, str):
+            x, padding = pad(input, self._reversed_padding_repeated_twice), (0, 0)
+        how = self.stride, padding, self.dilation, self.groups
+        maps = _Convolution(how, tuple(x.shape), tuple(self.weight.shape))
+        y: Tensor = _Product.apply(x, self.weight, "y", maps)
+        return y if self.bias is None else y + self.bias.reshape(-1, 1, 1)
+
+
+def twice_layers(module: nn.Module) -> nn.Module:
+    """A copy with convolutions that are quick to differentiate twice."""
+
+    def new(layer: nn.Module) -> nn.Module:
+        plain = type(layer) is nn.Conv2d
+        return _swapped(layer, TwiceConv2d, lambda _: True) if plain else layer
+
+    return swap_layers(module, new)
 
 
 def _swapped(layer: nn.Module, kind: type[_Recast], fits: Callable[[nn.Conv2d], bool]) -> nn.Module:

@@ -430,6 +430,8 @@ def train_in_turn(
     client are grouped convolutions, two to three times slower there."""
     some = slice(*chunk)
     order = run.cohort.order[some]
+    if run.method.uses_curvature:
+        run = replace(run, task=run.task.twice)
 
     def train(alone: Run, number: int) -> tuple[_Step, Tree, Tree]:
         start = state.x, state.buffers
