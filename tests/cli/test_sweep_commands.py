@@ -63,7 +63,7 @@ def test_dry_lists_the_runs_and_writes_nothing(plan, capsys, tmp_path):
     ]  # fmt: skip
     assert not (tmp_path / "o").exists()
     assert call(capsys, "sweep", plan, "--dry", "--scale", "smaller")[1].endswith("2 runs\n")
-    assert call(capsys, "sweep", plan, "--dry", "--shard", "1/3")[1].endswith("1 runs\n")
+    assert call(capsys, "sweep", plan, "--dry", "--shard", "1/3")[1].endswith("\n1 run\n")
 
 
 def test_a_finished_sweep_is_never_touched_again(plan, runs, capsys):
