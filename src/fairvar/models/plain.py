@@ -113,20 +113,20 @@ class _Convolution:
 
     def x(self, y: Tensor, w: Tensor) -> Tensor:
         shape_of_x = y.new_empty(1).expand(self.size)  # its values are not used
-        return self._adjoints(y, shape_of_x, w, (True, False, False))[0]
+        made: Tensor = self._adjoints(y, shape_of_x, w, (True, False, False))[0]
+        return made
 
     def w(self, x: Tensor, y: Tensor) -> Tensor:
         shape_of_w = y.new_empty(1).expand(self.kernel)
-        return self._adjoints(y, x, shape_of_w, (False, True, False))[1]
+        made: Tensor = self._adjoints(y, x, shape_of_w, (False, True, False))[1]
+        return made
 
-    def _adjoints(
-        self, y: Tensor, x: Tensor, w: Tensor, wanted: tuple[bool, bool, bool]
-    ) -> tuple[Tensor, ...]:
+    def _adjoints(self, y: Tensor, x: Tensor, w: Tensor, wanted: tuple[bool, ...]) -> Any:
+        """Of x, w and a bias; None where not wanted."""
         stride, padding, dilation, groups = self.how
-        found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
+        return torch.ops.aten.convolution_backward(
             y, x, w, None, stride, padding, dilation, False, (0, 0), groups, wanted
         )
-        return found
 
 
 class _Product(Function):
