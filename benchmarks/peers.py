@@ -1,4 +1,4 @@
-"""Speed of FedAvg beside other frameworks, on equal work that is checked.
+"""Speed of FedAvg compared with other frameworks, on equal work that is checked.
 
     python benchmarks/peers.py PEERS                             # about 20 minutes
     python benchmarks/peers.py PEERS --quick                     # one turn of few rounds
